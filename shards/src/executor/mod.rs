@@ -1,0 +1,1 @@
+//! Giving way, cancelable operations, rings.

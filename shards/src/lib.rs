@@ -1,0 +1,18 @@
+//! Everything that runs on a kvlane data-plane core, or is read by one.
+//!
+//! **Invariant.** This crate knows nothing of configuration files, the management API or ZMQ: it is handed compiled
+//! [`service::Tables`], listening sockets and read handles of inventories. The route decision in [`route`] is free
+//! of I/O.
+
+pub mod block;
+pub mod executor;
+pub mod http;
+pub mod ids;
+pub mod inventory;
+pub mod limits;
+pub mod load;
+pub mod prompt;
+pub mod proxy;
+pub mod route;
+pub mod service;
+pub mod shard;

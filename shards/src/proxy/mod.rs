@@ -1,0 +1,1 @@
+//! One client connection, request by request: route, forward, relay, watch.

@@ -1,0 +1,347 @@
+//! What a shard routes with: rules compiled into services, and the state of services and endpoints that outlives
+//! one compilation.
+//!
+//! **Invariant.** A [`Tables`] value never changes: every change of rules, addresses or models makes a new one and
+//! hands it to all shards. What does change while requests run (health, counters, the seed tick) lives in the
+//! `…Shared` values, which are carried over from one compilation to the next and hold nothing but atomics.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use crate::block::{HashAlgo, NoneHash};
+use crate::ids::{EndpointIndex, ServiceId, ShardId};
+use crate::inventory;
+use crate::load::LoadSlot;
+use crate::prompt::ModelTable;
+
+/// Everything a shard needs to serve: handed over whole, swapped at once.
+#[derive(Debug)]
+pub struct Tables {
+    /// Live services, in order of their number.
+    pub services: Vec<Arc<Service>>,
+    /// Tokenizers and chat templates by model slug.
+    pub models: Arc<ModelTable>,
+}
+
+/// One compiled rule.
+#[derive(Debug)]
+pub struct Service {
+    /// The rule's number.
+    pub id: ServiceId,
+    /// The rule's `name`, for logs; may be empty.
+    pub name: String,
+    /// Address clients connect to.
+    pub listen: SocketAddr,
+    /// Host the rule is for (lower case, without port); none = any.
+    pub host: Option<String>,
+    /// Path the rule is for; none = any.
+    pub path: Option<PathMatch>,
+    /// Model the rule is for (exact, case-sensitive); none = any.
+    pub model: Option<String>,
+    /// Which endpoint a request goes to that nothing else decides (`sel`).
+    pub select: Select,
+    /// Engine kind behind the rule.
+    pub engine: Engine,
+    /// KV-exact routing; none = plain load balancing.
+    pub kv: Option<KvExact>,
+    /// Endpoints by [`EndpointIndex`]. An endpoint taken out of the rule keeps its place with `retired` set.
+    pub endpoints: Vec<Endpoint>,
+    /// State carried over updates of the rule.
+    pub shared: Arc<ServiceShared>,
+}
+
+/// How a rule's `path_prefix` is compared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PathMatch {
+    /// The path begins with the text.
+    Prefix(String),
+    /// The path, without query, is the text.
+    Exact(String),
+}
+
+/// Selection of an endpoint where no tier above decides (`sel`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Select {
+    /// 0: each shard goes round the candidates, starting at an offset of its own.
+    RoundRobin,
+    /// 4: the candidate with the fewest requests in flight.
+    LeastConnections,
+}
+
+/// Engine kinds (`kvEngineType`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Engine {
+    /// vLLM 0.9 to 0.33.
+    Vllm,
+}
+
+impl Engine {
+    /// The value in rules, metrics and answers.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Engine::Vllm => "vllm",
+        }
+    }
+}
+
+/// KV-exact routing of one service.
+#[derive(Debug)]
+pub struct KvExact {
+    /// Tokens per block (`kvBlockSize`).
+    pub block_tokens: u32,
+    /// Hash contract (`kvHashAlgo`).
+    pub algo: HashAlgo,
+    /// Parent of every first block, from the seed.
+    pub none_hash: NoneHash,
+    /// Chat template file's text that overrides the model's own (`kvChatTemplate`), if the rule names one.
+    pub chat_template: Option<Arc<str>>,
+    /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
+    pub min_match_tokens: u32,
+    /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
+    pub spill_relief: bool,
+    /// Mean load factor of the cap, percent (`LOXILB_KV_MEAN_LOAD_FACTOR`).
+    pub mean_load_factor: u32,
+    /// Every how many hits a cold endpoint is seeded (`LOXILB_KV_COLDSTART_SEED_N`); 0 = never.
+    pub seed_every: u32,
+    /// An endpoint that holds fewer blocks is cold (`LOXILB_KV_COLDSTART_MIN_BLOCKS`); 0 = only an empty one is.
+    pub seed_min_blocks: u32,
+    /// The service's inventory, to be read.
+    pub inventory: inventory::ReaderFactory,
+}
+
+/// One backend of one service.
+#[derive(Debug)]
+pub struct Endpoint {
+    /// Where requests go.
+    pub address: SocketAddr,
+    /// Name it was resolved from, where the rule names it so.
+    pub dns_name: Option<String>,
+    /// Weight; 0 drains: nothing new is sent.
+    pub weight: u32,
+    /// Used only when no other endpoint is up.
+    pub backup: bool,
+    /// No longer in the rule.
+    pub retired: bool,
+    /// State carried over updates.
+    pub shared: Arc<EndpointShared>,
+}
+
+impl Endpoint {
+    /// Whether a tier may choose the endpoint: in the rule, up, not draining.
+    #[must_use]
+    pub fn is_candidate(&self) -> bool {
+        !self.retired && self.weight > 0 && self.shared.is_up()
+    }
+}
+
+/// State of a service that outlives a compilation.
+#[derive(Debug)]
+pub struct ServiceShared {
+    /// Tier 1.5 hits counted while another eligible endpoint was cold; one counter for all shards.
+    pub seed_ticks: AtomicU64,
+    /// Counters, a row per shard.
+    pub stats: Box<[ServiceStats]>,
+}
+
+impl ServiceShared {
+    /// Fresh state for a process of `shards` shards.
+    #[must_use]
+    pub fn new(shards: usize) -> Self {
+        ServiceShared { seed_ticks: AtomicU64::new(0), stats: (0..shards).map(|_| ServiceStats::default()).collect() }
+    }
+
+    /// The row that the shard alone writes.
+    #[must_use]
+    pub fn stats_of(&self, shard: ShardId) -> &ServiceStats {
+        &self.stats[shard.index()]
+    }
+}
+
+/// Why Tier 1.5 did not decide (label `reason` of `loxilb_pd_kv_tier15_miss_reason_total`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(usize)]
+pub enum MissReason {
+    /// The rule does not route by KV cache.
+    ModeOff,
+    /// The request has no prompt text or ids.
+    TextEmpty,
+    /// The request names no model.
+    ModelEmpty,
+    /// No tokenizer is staged for the model, or it could not be read.
+    Tokenizer,
+    /// The model has no chat template: the file to add is in the log and the API.
+    TemplateMissing,
+    /// The chat template refused the conversation, or rendering failed.
+    Template,
+    /// The prompt could not be understood (shape, encoding).
+    Tokenize,
+    /// The prompt has no full block.
+    Hashes,
+    /// No endpoint holds the first block.
+    NoWorker,
+    /// Every endpoint that holds blocks is down, draining or masked.
+    Excluded,
+    /// The prompt is shorter than the minimum match.
+    Shallow,
+}
+
+impl MissReason {
+    /// Every reason, in the order of the counters.
+    pub const ALL: [MissReason; 11] = [
+        MissReason::ModeOff,
+        MissReason::TextEmpty,
+        MissReason::ModelEmpty,
+        MissReason::Tokenizer,
+        MissReason::TemplateMissing,
+        MissReason::Template,
+        MissReason::Tokenize,
+        MissReason::Hashes,
+        MissReason::NoWorker,
+        MissReason::Excluded,
+        MissReason::Shallow,
+    ];
+
+    /// The label value.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            MissReason::ModeOff => "mode_off",
+            MissReason::TextEmpty => "text_empty",
+            MissReason::ModelEmpty => "model_empty",
+            MissReason::Tokenizer => "tokenizer_missing",
+            MissReason::TemplateMissing => "template_missing",
+            MissReason::Template => "template",
+            MissReason::Tokenize => "tokenize",
+            MissReason::Hashes => "hashes",
+            MissReason::NoWorker => "no_worker",
+            MissReason::Excluded => "excluded",
+            MissReason::Shallow => "shallow",
+        }
+    }
+}
+
+/// Counters of one service on one shard.
+#[repr(align(128))]
+#[derive(Debug, Default)]
+pub struct ServiceStats {
+    /// Misses by [`MissReason`].
+    pub misses: [AtomicU64; MissReason::ALL.len()],
+    /// Answers by status class: index 1 = 1xx … 5 = 5xx, 0 = ended without a head.
+    pub responses: [AtomicU64; 6],
+    /// Requests the gateway refused itself because no endpoint was a candidate.
+    pub no_healthy_backend: AtomicU64,
+    /// Requests that moved to another endpoint because nothing had been sent to the first.
+    pub connect_failovers: AtomicU64,
+    /// Answers that broke after their first byte.
+    pub broken_answers: AtomicU64,
+    /// Requests whose client left before the end of the answer.
+    pub client_gone: AtomicU64,
+}
+
+/// State of an endpoint that outlives a compilation: found again by service and address.
+#[derive(Debug)]
+pub struct EndpointShared {
+    /// Place in its service.
+    pub index: EndpointIndex,
+    /// Place in the load table.
+    pub slot: LoadSlot,
+    /// False after a refused or timed-out connect or failed probes, until a probe succeeds.
+    up: AtomicBool,
+    /// Connect failures since the last request that got an answer; sets the back-off.
+    pub connect_failures: AtomicU32,
+    /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
+    /// copies: the inventory's `total`. Written by the ingest thread.
+    pub kv_blocks: AtomicU64,
+    /// Counters, a row per shard.
+    pub stats: Box<[EndpointStats]>,
+}
+
+impl EndpointShared {
+    /// Fresh state: up until something shows otherwise.
+    #[must_use]
+    pub fn new(index: EndpointIndex, slot: LoadSlot, shards: usize) -> Self {
+        EndpointShared {
+            index,
+            slot,
+            up: AtomicBool::new(true),
+            connect_failures: AtomicU32::new(0),
+            kv_blocks: AtomicU64::new(0),
+            stats: (0..shards).map(|_| EndpointStats::default()).collect(),
+        }
+    }
+
+    /// Whether requests may go there.
+    #[must_use]
+    pub fn is_up(&self) -> bool {
+        self.up.load(Ordering::Relaxed)
+    }
+
+    /// Takes the endpoint out; true if it was in.
+    pub fn mark_down(&self) -> bool {
+        self.up.swap(false, Ordering::Relaxed)
+    }
+
+    /// Takes the endpoint back in; true if it was out.
+    pub fn mark_up(&self) -> bool {
+        !self.up.swap(true, Ordering::Relaxed)
+    }
+
+    /// The row that the shard alone writes.
+    #[must_use]
+    pub fn stats_of(&self, shard: ShardId) -> &EndpointStats {
+        &self.stats[shard.index()]
+    }
+}
+
+/// Counters of one endpoint on one shard.
+#[repr(align(128))]
+#[derive(Debug, Default)]
+pub struct EndpointStats {
+    /// Requests sent.
+    pub requests: AtomicU64,
+    /// Tier 1.5 hits that ended here.
+    pub hits: AtomicU64,
+    /// Tier 1.5 hits that spill relief moved here.
+    pub spills: AtomicU64,
+    /// Tier 1.5 hits that cold seeding moved here.
+    pub cold_seeds: AtomicU64,
+    /// Prompt tokens predicted to hit.
+    pub hit_tokens: AtomicU64,
+    /// Connects refused or timed out.
+    pub connect_failures: AtomicU64,
+}
+
+/// Adds one to a counter that only this thread writes.
+pub fn count(counter: &AtomicU64) {
+    counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+}
+
+impl Tables {
+    /// Tables without rules or models.
+    #[must_use]
+    pub fn empty() -> Self {
+        Tables { services: Vec::new(), models: Arc::new(ModelTable::default()) }
+    }
+
+    /// Services by listening address, most specific first (host, path and model before none).
+    #[must_use]
+    pub fn by_address(&self) -> HashMap<SocketAddr, Vec<Arc<Service>>> {
+        let mut map: HashMap<SocketAddr, Vec<Arc<Service>>> = HashMap::new();
+        for service in &self.services {
+            map.entry(service.listen).or_default().push(Arc::clone(service));
+        }
+        for services in map.values_mut() {
+            services.sort_by_key(|s| {
+                let path = s.path.as_ref().map_or(0, |p| match p {
+                    PathMatch::Exact(text) => 1 + 2 * text.len(),
+                    PathMatch::Prefix(text) => 2 * text.len(),
+                });
+                std::cmp::Reverse((s.host.is_some(), path, s.model.is_some()))
+            });
+        }
+        map
+    }
+}

@@ -1,0 +1,1 @@
+//! The process around the shards: command line, configuration, rules, ingest, management API, supervision.
