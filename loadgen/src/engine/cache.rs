@@ -39,16 +39,18 @@ struct Block {
     /// What it holds, once full.
     digest: Option<Digest>,
     /// Its place in the free queue.
-    freed: u64,
+    place: i64,
 }
 
 /// The cache. Its size is fixed; a request that finds no free block has to wait.
 #[derive(Debug)]
 pub struct PagedCache {
     blocks: Vec<Block>,
-    /// Free blocks by the time they were freed: the first is the next to be handed out.
-    free: BTreeMap<u64, Page>,
-    clock: u64,
+    /// Free blocks by their place: the first is the next to be handed out.
+    free: BTreeMap<i64, Page>,
+    /// The place before the first and the one after the last.
+    front: i64,
+    back: i64,
     /// Blocks with a digest, each list in order of storing and never empty.
     held: HashMap<Digest, Vec<Page>>,
     changes: Vec<Change>,
@@ -58,9 +60,25 @@ impl PagedCache {
     /// A cache of `blocks` empty blocks.
     #[must_use]
     pub fn new(blocks: usize) -> Self {
-        let free: BTreeMap<u64, Page> = (0..blocks).map(|index| (index as u64, Page(index))).collect();
-        let blocks: Vec<Block> = (0..blocks).map(|index| Block { freed: index as u64, ..Block::default() }).collect();
-        Self { clock: blocks.len() as u64, blocks, free, held: HashMap::new(), changes: Vec::new() }
+        let mut cache = Self {
+            blocks: vec![Block::default(); blocks],
+            free: BTreeMap::new(),
+            front: -1,
+            back: 0,
+            held: HashMap::new(),
+            changes: Vec::new(),
+        };
+        (0..blocks).rev().for_each(|index| cache.queue(Page(index)));
+        cache
+    }
+
+    /// Puts a block that nobody uses into the free queue: at its end, or at its front where it holds nothing.
+    fn queue(&mut self, page: Page) {
+        let block = &mut self.blocks[page.0];
+        let end = if block.digest.is_some() { &mut self.back } else { &mut self.front };
+        block.place = *end;
+        *end += if block.digest.is_some() { 1 } else { -1 };
+        self.free.insert(block.place, page);
     }
 
     /// Blocks that hold the longest run of `digests` from the first.
@@ -81,7 +99,7 @@ impl PagedCache {
         for page in hits {
             let block = &mut self.blocks[page.0];
             if block.users == 0 {
-                self.free.remove(&block.freed);
+                self.free.remove(&block.place);
             }
             block.users += 1;
         }
@@ -122,15 +140,14 @@ impl PagedCache {
         self.changes.push(run);
     }
 
-    /// Gives a request's blocks back, its last first, so that the tail of a prompt is evicted before its head.
+    /// Gives a request's blocks back, its last first, so that the tail of a prompt is evicted before its head. Blocks
+    /// that never became full are handed out again before anything is evicted.
     pub fn release(&mut self, pages: &[Page]) {
         for page in pages.iter().rev() {
             let block = &mut self.blocks[page.0];
             block.users -= 1;
             if block.users == 0 {
-                block.freed = self.clock;
-                self.free.insert(self.clock, *page);
-                self.clock += 1;
+                self.queue(*page);
             }
         }
     }
@@ -284,7 +301,11 @@ mod tests {
                     for page in pages.iter().rev() {
                         model.users[page.0] -= 1;
                         if model.users[page.0] == 0 {
-                            model.free.push_back(page.0);
+                            if model.holds[page.0].is_some() {
+                                model.free.push_back(page.0);
+                            } else {
+                                model.free.push_front(page.0);
+                            }
                         }
                     }
                 }

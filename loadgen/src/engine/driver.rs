@@ -10,6 +10,7 @@ use tokio::time::Instant;
 
 use super::cache::Change;
 use super::hash::Digest;
+use super::options::EngineOptions;
 use super::publisher::Publisher;
 use super::scheduler::{Output, Request, RequestId, Scheduler, copies_by_key};
 use super::shared::{EngineStats, Shared};
@@ -98,7 +99,7 @@ impl Driver {
         let (outputs, changes) = self.scheduler.end_step();
         if !changes.is_empty() {
             let options = &self.shared.options;
-            let events: Vec<Event> = changes.into_iter().map(|change| self.event(change)).collect();
+            let events: Vec<Event> = changes.into_iter().map(|change| event(change, options)).collect();
             let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
             let payload = encode_batch(options.wire, time, &events, Some(0));
             self.batches += 1;
@@ -111,33 +112,6 @@ impl Driver {
             }
             if output.last {
                 self.answers.remove(&output.id);
-            }
-        }
-    }
-
-    fn event(&self, change: Change) -> Event {
-        let options = &self.shared.options;
-        let name = |digest: &Digest| {
-            if options.bytes_hashes {
-                BlockHash::Bytes(digest.as_bytes().to_vec())
-            } else {
-                BlockHash::Key(digest.key())
-            }
-        };
-        match change {
-            Change::Cleared => Event::Cleared,
-            Change::Removed(digest) => Event::Removed(name(&digest)),
-            Change::Stored { parent, digests, tokens, salt } => {
-                let mut extra_keys = vec![None; digests.len()];
-                extra_keys[0] = salt.map(|salt| vec![ExtraKey::Text(salt)]);
-                Event::Stored(Stored {
-                    hashes: digests.iter().map(name).collect(),
-                    parent: parent.as_ref().map(name),
-                    tokens,
-                    block_tokens: options.block_size as u64,
-                    extra_keys,
-                    ..Stored::default()
-                })
             }
         }
     }
@@ -158,6 +132,30 @@ impl Driver {
         };
         if let Ok(mut shared) = self.shared.scheduled.lock() {
             *shared = stats;
+        }
+    }
+}
+
+/// What an engine with these options says of a change.
+pub fn event(change: Change, options: &EngineOptions) -> Event {
+    let name = |digest: &Digest| {
+        if options.bytes_hashes { BlockHash::Bytes(digest.as_bytes().to_vec()) } else { BlockHash::Key(digest.key()) }
+    };
+    match change {
+        Change::Cleared => Event::Cleared,
+        Change::Removed(digest) => Event::Removed(name(&digest)),
+        Change::Stored { parent, digests, tokens, salt } => {
+            // A run is never empty; only the first block of a sequence can have a salt.
+            let mut extra_keys = vec![None; digests.len()];
+            extra_keys[0] = salt.map(|salt| vec![ExtraKey::Text(salt)]);
+            Event::Stored(Stored {
+                hashes: digests.iter().map(name).collect(),
+                parent: parent.as_ref().map(name),
+                tokens,
+                block_tokens: options.block_size as u64,
+                extra_keys,
+                ..Stored::default()
+            })
         }
     }
 }

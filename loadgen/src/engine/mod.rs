@@ -17,6 +17,8 @@
 mod api;
 mod cache;
 pub mod cli;
+#[cfg(test)]
+mod conformance_tests;
 mod driver;
 mod hash;
 mod http;
