@@ -123,7 +123,7 @@ fn measure<S: Store>(name: &'static str, workload: &Workload, args: &Args) -> (R
 }
 
 fn look_up<S: Store>(store: &mut S, workload: &Workload, args: &Args) -> (Histogram<u64>, u64) {
-    let mut histogram = Histogram::new(3).expect("3 digits are allowed");
+    let mut histogram = Histogram::new_with_bounds(1, 1_000_000_000, 3).expect("1 ns to 1 s in 3 digits is allowed");
     let mut rng = Rng::new(args.seed ^ 0x10_0c);
     let mut decider = Decider::new(workload.shape.endpoints, args.seed);
     let mut runs: Vec<Run> = Vec::new();
