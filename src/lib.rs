@@ -1,1 +1,7 @@
 //! The process around the shards: command line, configuration, rules, ingest, management API, supervision.
+//!
+//! **Invariant.** Dependencies point one way, from here to [`shards`]: a shard is handed compiled tables, sockets
+//! and read handles, and never a file, a rule or an environment variable.
+
+pub mod fields;
+pub mod rules;
