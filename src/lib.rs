@@ -6,4 +6,5 @@
 pub mod config;
 pub mod cores;
 pub mod fields;
+pub mod health;
 pub mod rules;
