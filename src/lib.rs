@@ -8,3 +8,4 @@ pub mod cores;
 pub mod fields;
 pub mod health;
 pub mod rules;
+pub mod supervise;
