@@ -3,6 +3,7 @@
 //! **Invariant.** Dependencies point one way, from here to [`shards`]: a shard is handed compiled tables, sockets
 //! and read handles, and never a file, a rule or an environment variable.
 
+pub mod admin;
 pub mod config;
 pub mod cores;
 pub mod fields;

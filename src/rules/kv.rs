@@ -37,7 +37,8 @@ const ALGOS: &[(&str, &str, Option<HashAlgo>)] = &[
 ];
 
 /// The name of a hash contract in rules and answers.
-pub(super) fn algo_name(algo: HashAlgo) -> &'static str {
+#[must_use]
+pub fn algo_name(algo: HashAlgo) -> &'static str {
     match algo {
         HashAlgo::Sha256Cbor => "sha256_cbor",
         HashAlgo::XxhashCbor => "xxhash_cbor",

@@ -30,6 +30,7 @@ use shards::service::{Engine, PathMatch, Select};
 
 pub use check::{check, check_file, check_request};
 pub use defaults::KvDefaults;
+pub use kv::algo_name;
 pub use readback::readback;
 
 /// Most endpoints of one rule. A rule with more is refused.

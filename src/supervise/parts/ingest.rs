@@ -27,5 +27,16 @@ impl IngestPart {
 
     pub(crate) fn remove(&self, _id: ServiceId) {}
 
+    /// State of every event stream, for the API.
+    #[must_use]
+    pub fn report(&self) -> Vec<serde_json::Value> {
+        Vec::new()
+    }
+
+    /// State of every event stream, for Prometheus.
+    pub(crate) fn encode(&self, _families: &mut crate::admin::Families<'_>) -> std::fmt::Result {
+        Ok(())
+    }
+
     pub(super) fn stop(&self) {}
 }

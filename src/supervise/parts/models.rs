@@ -37,5 +37,11 @@ impl ModelsPart {
     /// Names the models that rules are for.
     pub(crate) fn set_wanted(&self, _entries: &[Arc<Entry>]) {}
 
+    /// State of every model, for the API.
+    #[must_use]
+    pub fn report(&self) -> Vec<serde_json::Value> {
+        Vec::new()
+    }
+
     pub(super) fn stop(&self) {}
 }

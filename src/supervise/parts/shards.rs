@@ -23,6 +23,14 @@ pub struct ShardView {
     pub core: usize,
 }
 
+impl ShardView {
+    /// The shard's state for the status page.
+    #[must_use]
+    pub fn report(&self) -> serde_json::Value {
+        serde_json::json!({"shard": self.id.0, "core": self.core})
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Shards {
     cores: Vec<usize>,
