@@ -4,6 +4,7 @@
 //! and read handles, and never a file, a rule or an environment variable.
 
 pub mod admin;
+pub mod cli;
 pub mod config;
 pub mod cores;
 pub mod fields;
