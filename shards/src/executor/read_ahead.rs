@@ -153,7 +153,15 @@ impl ReadAhead {
         Err(end)
     }
 
-    fn held(&self) -> usize {
+    /// How the connection ended, once that is known.
+    #[must_use]
+    pub fn end(&self) -> Option<End> {
+        self.end
+    }
+
+    /// Bytes read and not yet taken; 0 while a read is in flight.
+    #[must_use]
+    pub fn held(&self) -> usize {
         let buffer = self.shared.buffer.take();
         let held = buffer.len();
         self.shared.buffer.set(buffer);

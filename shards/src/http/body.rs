@@ -70,6 +70,12 @@ impl Dechunker {
         Dechunker { scanner: ChunkScanner::default(), read_at: start, write_at: start }
     }
 
+    /// Goes on with another buffer, whose first byte of the body is at `start`.
+    pub fn rebase(&mut self, start: usize) {
+        self.read_at = start;
+        self.write_at = start;
+    }
+
     /// Decodes what has arrived; true once the body is complete.
     ///
     /// # Errors
