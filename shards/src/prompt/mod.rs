@@ -1,4 +1,14 @@
-//! From a request body to block keys: JSON view, chat template, tokens, keys, in slices that give way.
+//! x
+mod clock;
+mod content_format;
+mod json;
+mod methods;
+mod pyvalue;
+pub mod template;
+#[cfg(test)]
+mod outside_data;
+#[cfg(test)]
+mod vectors;
 
 use std::sync::Arc;
 
