@@ -5,6 +5,8 @@
 
 use std::collections::BTreeSet;
 
+use super::source::{self, Piece};
+
 /// What message content is turned into before a render.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ContentFormat {
@@ -47,25 +49,13 @@ pub(super) fn detect(template: &str) -> ContentFormat {
 
 /// The insides of `{% … %}` and `{{ … }}`.
 fn tags(template: &str) -> Vec<&str> {
-    let mut tags = Vec::new();
-    let mut rest = template;
-    while let Some(open) = rest.find('{') {
-        rest = &rest[open + 1..];
-        let end = match rest.as_bytes().first() {
-            Some(b'%') => "%}",
-            Some(b'{') => "}}",
-            Some(b'#') => "#}",
-            _ => continue,
-        };
-        let comment = end == "#}";
-        rest = &rest[1..];
-        let Some(close) = rest.find(end) else { break };
-        if !comment {
-            tags.push(rest[..close].trim_matches(['-', '+']).trim());
-        }
-        rest = &rest[close + 2..];
-    }
-    tags
+    let pieces = source::pieces(template).into_iter();
+    pieces
+        .filter_map(|piece| match piece {
+            Piece::Block(tag) | Piece::Print(tag) => Some(source::inner(tag)),
+            Piece::Other(_) => None,
+        })
+        .collect()
 }
 
 /// `set NAME = VALUE`.
@@ -76,8 +66,8 @@ fn assignment(tag: &str) -> Option<(&str, &str)> {
 
 /// The source of `for … in SOURCE`.
 fn loop_source(tag: &str) -> Option<&str> {
-    let (_, source) = tag.strip_prefix("for ")?.split_once(" in ")?;
-    Some(source.split(" if ").next().unwrap_or(source).trim())
+    let (_, source) = source::split_at_word(tag.strip_prefix("for ")?, &["in"]);
+    Some(source::split_at_word(source.strip_prefix("in")?, &["if", "recursive"]).0.trim())
 }
 
 /// Name and parameters of `macro NAME(PARAMETERS)`.

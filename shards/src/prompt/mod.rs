@@ -4,6 +4,7 @@ mod content_format;
 mod json;
 mod methods;
 mod pyvalue;
+mod source;
 pub mod template;
 #[cfg(test)]
 mod outside_data;

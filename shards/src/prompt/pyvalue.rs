@@ -113,6 +113,25 @@ impl Object for PyFloat {
     }
 }
 
+/// What Python's lazy filters give: it can be looped over, is always true, has no length and does not serialise.
+#[derive(Debug)]
+pub(super) struct PyGenerator(pub(super) Vec<Value>);
+
+impl Object for PyGenerator {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Iterable
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        // The filter hides the length, as a generator has none.
+        Enumerator::Iter(Box::new(self.0.clone().into_iter().filter(|_| true)))
+    }
+
+    fn render(self: &Arc<Self>, _: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Err(fmt::Error)
+    }
+}
+
 /// A float from a request.
 pub(super) fn float(number: f64) -> Value {
     let plain = number == 0.0 || (number.is_finite() && number.abs() >= 1e-4 && number.abs() < 1e16);
@@ -375,11 +394,11 @@ fn write_json_string(out: &mut String, text: &str, ensure_ascii: bool) {
             '\t' => out.push_str("\\t"),
             '\u{8}' => out.push_str("\\b"),
             '\u{c}' => out.push_str("\\f"),
-            // Python escapes DEL only where it writes ASCII, and then it is ASCII already: it stays.
+            // Python escapes DEL only where it is told to write ASCII.
             '\0'..='\u{1f}' => {
                 let _ = write!(out, "\\u{:04x}", u32::from(c));
             }
-            _ if c.is_ascii() || !ensure_ascii => out.push(c),
+            _ if !ensure_ascii || (' '..='~').contains(&c) => out.push(c),
             _ => {
                 for unit in c.encode_utf16(&mut units) {
                     let _ = write!(out, "\\u{unit:04x}");
@@ -436,7 +455,7 @@ mod tests {
             JsonStyle { indent: Some(2), item_separator: ",".into(), sort_keys: true, ensure_ascii: true, ..JsonStyle::default() };
         assert_eq!(
             to_json(&value, &style).unwrap(),
-            "{\n  \"a\": \"<\\u00e9\u{7f}\\u0001>\",\n  \"b\": [\n    1,\n    2.0,\n    1e-07,\n    null\n  ]\n}"
+            "{\n  \"a\": \"<\\u00e9\\u007f\\u0001>\",\n  \"b\": [\n    1,\n    2.0,\n    1e-07,\n    null\n  ]\n}"
         );
         assert!(to_json(&Value::UNDEFINED, &style).is_err());
     }

@@ -13,12 +13,13 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehav
 use super::clock;
 use super::content_format::{self, ContentFormat};
 use super::methods;
-use super::pyvalue::{self, JsonStyle};
+use super::pyvalue::{self, JsonStyle, PyGenerator};
+use super::source::{self, LOOP_FILTER};
 
 /// Instructions and 64-byte pieces of data one render may cost. Beyond it the request is routed without keys.
 const FUEL: u64 = 4_000_000;
 /// Nesting of macros and includes in one render. Beyond it the request is routed without keys.
-const RECURSION_MAX: usize = 64;
+const RECURSION_MAX: usize = 300;
 const NAME: &str = "chat";
 
 /// A compiled chat template.
@@ -58,11 +59,10 @@ impl Template {
         for (name, token) in special_tokens {
             environment.add_global(name.clone(), token.as_str());
         }
-        let text = without_generation_tags(text);
-        environment.add_template_owned(NAME, text.clone()).map_err(failed)?;
+        environment.add_template_owned(NAME, source::prepared(text)).map_err(failed)?;
         Ok(Template {
             environment,
-            content_format: content_format::detect(&text),
+            content_format: content_format::detect(text),
             knows_developer: text.contains("'developer'") || text.contains("\"developer\""),
         })
     }
@@ -156,9 +156,36 @@ fn add_filters(environment: &mut Environment<'static>) {
         }
         Ok::<String, Error>(parts.join(&separator.unwrap_or_default()))
     });
+    add_lazy_filters(environment);
+    environment.add_filter(LOOP_FILTER, |value: Value| match value.kind() {
+        ValueKind::String => Ok(Value::from(value.as_str().unwrap_or_default().chars().map(Value::from).collect::<Vec<_>>())),
+        ValueKind::Undefined | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => Ok(value),
+        kind => Err(Error::new(ErrorKind::InvalidOperation, format!("a loop over {kind}"))),
+    });
     for name in ["upper", "lower", "capitalize", "title"] {
         environment.add_filter(name, move |state: &mut State, value: &Value| {
             methods::call(state, &Value::from(pyvalue::str(value)), name, &[])
+        });
+    }
+}
+
+/// Python's `map`, `select` and the like give generators.
+fn add_lazy_filters(environment: &mut Environment<'static>) {
+    environment.add_filter("eager_map", minijinja::filters::map);
+    environment.add_filter("eager_select", minijinja::filters::select);
+    environment.add_filter("eager_reject", minijinja::filters::reject);
+    environment.add_filter("eager_selectattr", minijinja::filters::selectattr);
+    environment.add_filter("eager_rejectattr", minijinja::filters::rejectattr);
+    for (name, eager) in [
+        ("map", "eager_map"),
+        ("select", "eager_select"),
+        ("reject", "eager_reject"),
+        ("selectattr", "eager_selectattr"),
+        ("rejectattr", "eager_rejectattr"),
+    ] {
+        environment.add_filter(name, move |state: &mut State, args: Rest<Value>| {
+            let items = state.apply_filter(eager, &args)?.try_iter()?.collect();
+            Ok::<Value, Error>(Value::from_object(PyGenerator(items)))
         });
     }
 }
@@ -206,26 +233,6 @@ fn to_json(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<Str
     }
     kwargs.assert_all_used()?;
     pyvalue::to_json(value, &style)
-}
-
-/// Replaces `{% generation %}` blocks, which only mark tokens for training, by plain scopes.
-fn without_generation_tags(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(open) = rest.find("{%") {
-        let Some(close) = rest[open..].find("%}").map(|n| open + n) else { break };
-        let inside = &rest[open + 2..close];
-        let word = inside.trim_matches(['-', '+']).trim();
-        out.push_str(&rest[..open + 2]);
-        match word {
-            "generation" => out.push_str(&inside.replace("generation", "with")),
-            "endgeneration" => out.push_str(&inside.replace("endgeneration", "endwith")),
-            _ => out.push_str(inside),
-        }
-        rest = &rest[close..];
-    }
-    out.push_str(rest);
-    out
 }
 
 #[cfg(test)]
