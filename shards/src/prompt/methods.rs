@@ -96,7 +96,7 @@ fn string(text: &str, method: &str, args: &Args) -> Result<Option<Value>, Error>
         }
         "splitlines" => {
             args.at_most(0)?;
-            Value::from(split_lines(text))
+            Value::from(lines(text).into_iter().map(Value::from).collect::<Vec<_>>())
         }
         "replace" => {
             args.at_most(3)?;
@@ -215,13 +215,14 @@ fn split(text: &str, separator: Option<&str>, limit: Option<i64>, from_right: bo
     Ok(Value::from(parts.into_iter().map(Value::from).collect::<Vec<_>>()))
 }
 
-fn split_lines(text: &str) -> Vec<Value> {
+/// Python's `splitlines`.
+pub(super) fn lines(text: &str) -> Vec<&str> {
     let is_end = |c: char| matches!(c, '\n' | '\r' | '\u{b}' | '\u{c}' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}');
     let mut lines = Vec::new();
     let mut rest = text;
     while !rest.is_empty() {
         let end = rest.find(is_end).unwrap_or(rest.len());
-        lines.push(Value::from(&rest[..end]));
+        lines.push(&rest[..end]);
         let mut chars = rest[end..].chars();
         if chars.next() == Some('\r') && chars.as_str().starts_with('\n') {
             chars.next();

@@ -1,4 +1,6 @@
 //! x
+mod body;
+mod chat;
 mod clock;
 mod content_format;
 mod json;
@@ -61,22 +63,7 @@ impl Api {
     }
 }
 
-/// Top-level members of a request body that the gateway reads, borrowed where they have no escapes.
-#[derive(Debug, Default)]
-pub struct BodyView<'a> {
-    /// `model`.
-    pub model: Option<std::borrow::Cow<'a, str>>,
-    /// `stream`.
-    pub stream: bool,
-}
-
-impl<'a> BodyView<'a> {
-    /// Reads the members without copying the body; none when it is no JSON object.
-    #[must_use]
-    pub fn parse(_body: &'a [u8]) -> Option<Self> {
-        None
-    }
-}
+pub use body::BodyView;
 
 /// The keys of one prompt, made in slices.
 #[derive(Debug)]

@@ -157,6 +157,7 @@ fn add_filters(environment: &mut Environment<'static>) {
         Ok::<String, Error>(parts.join(&separator.unwrap_or_default()))
     });
     add_lazy_filters(environment);
+    environment.add_filter("indent", indent);
     environment.add_filter(LOOP_FILTER, |value: Value| match value.kind() {
         ValueKind::String => Ok(Value::from(value.as_str().unwrap_or_default().chars().map(Value::from).collect::<Vec<_>>())),
         ValueKind::Undefined | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => Ok(value),
@@ -203,6 +204,30 @@ fn add_tests(environment: &mut Environment<'static>) {
     };
     environment.add_test("sequence", is_container);
     environment.add_test("iterable", move |value: &Value| is_container(value) || value.kind() == ValueKind::Iterable);
+}
+
+/// Python's `indent`: a newline at the end stays, and empty lines are not indented unless told so.
+fn indent(value: &Value, width: Option<Value>, first: Option<bool>, blank: Option<bool>, kwargs: Kwargs) -> Result<String, Error> {
+    let width = width.or(kwargs.get("width")?);
+    let first = first.or(kwargs.get("first")?).unwrap_or(false);
+    let blank = blank.or(kwargs.get("blank")?).unwrap_or(false);
+    kwargs.assert_all_used()?;
+    let indention = match width {
+        Some(width) if width.kind() == ValueKind::String => pyvalue::str(&width),
+        Some(width) => " ".repeat(usize::try_from(i64::try_from(width)?.clamp(0, 256)).unwrap_or(0)),
+        None => "    ".to_owned(),
+    };
+    let mut out = String::new();
+    for (n, line) in methods::lines(&(pyvalue::str(value) + "\n")).into_iter().enumerate() {
+        if n > 0 {
+            out.push('\n');
+        }
+        if (n == 0 && first) || (n > 0 && (blank || !line.is_empty())) {
+            out.push_str(&indention);
+        }
+        out.push_str(line);
+    }
+    Ok(out)
 }
 
 fn to_json(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<String, Error> {
