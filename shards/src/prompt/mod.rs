@@ -7,6 +7,7 @@ mod json;
 mod methods;
 mod pyvalue;
 mod source;
+pub mod tokenizer;
 pub mod template;
 #[cfg(test)]
 mod outside_data;
