@@ -47,6 +47,11 @@ pub(super) fn string(text: &str) -> Result<Cow<'_, str>, JsonError> {
     if reader.at == text.len() { Ok(value) } else { Err(JsonError::Syntax) }
 }
 
+/// Reads the JSON string that the text begins with, whatever follows it.
+pub(super) fn leading_string(text: &str) -> Result<Cow<'_, str>, JsonError> {
+    Reader { text, at: 0 }.string()
+}
+
 struct Reader<'a> {
     text: &'a str,
     at: usize,
