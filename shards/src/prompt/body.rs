@@ -136,7 +136,8 @@ mod tests {
 
     #[test]
     fn members_are_found_wherever_they_stand() {
-        let body = br#" {"x": {"model": "no", "deep": [[[{}]]]}, "mod\u0065l": "a\/b", "prompt": "p", "n": 1.50, "e": 1e3,
+        let body =
+            br#" {"x": {"model": "no", "deep": [[[{}]]]}, "mod\u0065l": "a\/b", "prompt": "p", "n": 1.50, "e": 1e3,
             "stream": true, "prompt" : [1, 2] , "tools": null, "add_special_tokens": false} "#;
         let view = BodyView::parse(body).unwrap();
         assert_eq!(view.model.as_deref(), Some("a/b"));
@@ -163,7 +164,9 @@ mod tests {
 
     #[test]
     fn what_is_no_json_object_has_no_view() {
-        for body in [&b""[..], b"[]", b"\"x\"", b"{", b"{\"a\":}", b"{\"a\":1}x", b"{\"a\":\"\xff\"}", b"{\"a\":1,}", b"nul"] {
+        for body in
+            [&b""[..], b"[]", b"\"x\"", b"{", b"{\"a\":}", b"{\"a\":1}x", b"{\"a\":\"\xff\"}", b"{\"a\":1,}", b"nul"]
+        {
             assert!(BodyView::parse(body).is_none(), "{body:?}");
         }
     }

@@ -305,7 +305,8 @@ mod tests {
 
     const PLAIN: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\
         {% if m.reasoning %}[{{ m.reasoning_content }}]{% endif %}{% endfor %}{% if add_generation_prompt %}<go>{% endif %}";
-    const PARTS: &str = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}({{ p | tojson }}){% endfor %}{% endfor %}";
+    const PARTS: &str =
+        "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}({{ p | tojson }}){% endfor %}{% endfor %}";
 
     fn check(template: &str, body: &str, expected: Result<&str, MissReason>) {
         let template = Template::compile(template, &BTreeMap::new(), SystemTime::now).unwrap();
@@ -319,7 +320,11 @@ mod tests {
         check(PLAIN, parts, Ok("<user>a\nb<assistant><go>"));
         check(PARTS, parts, Ok(r#"<user>({"type": "text", "text": "a"})({"type": "text", "text": "b"})<assistant>"#));
         let text = r#"{"messages":[{"role":"user","content":"a"},{"role":"tool","content":[{"type":"text","text":"x"},{"type":"text","text":"y"}]}]}"#;
-        check(PARTS.replace("p | tojson", "p").as_str(), text, Ok("<user>({'type': 'text', 'text': 'a'})<tool>(x)(\n)(y)"));
+        check(
+            PARTS.replace("p | tojson", "p").as_str(),
+            text,
+            Ok("<user>({'type': 'text', 'text': 'a'})<tool>(x)(\n)(y)"),
+        );
     }
 
     #[test]
@@ -344,7 +349,11 @@ mod tests {
 
     #[test]
     fn reasoning_goes_by_both_names() {
-        check(PLAIN, r#"{"messages":[{"role":"assistant","content":"x","reasoning_content":"why"}]}"#, Ok("<assistant>x[why]<go>"));
+        check(
+            PLAIN,
+            r#"{"messages":[{"role":"assistant","content":"x","reasoning_content":"why"}]}"#,
+            Ok("<assistant>x[why]<go>"),
+        );
     }
 
     #[test]
@@ -370,7 +379,10 @@ mod tests {
             ("", "||None|True"),
             (r#","reasoning_effort":"none""#, "False|none|None|True"),
             (r#","reasoning_effort":"high","chat_template_kwargs":{"enable_thinking":false}"#, "False|high|None|True"),
-            (r#","chat_template_kwargs":{"reasoning_effort":"low","documents":[1]},"reasoning_effort":null"#, "|low|[1]|True"),
+            (
+                r#","chat_template_kwargs":{"reasoning_effort":"low","documents":[1]},"reasoning_effort":null"#,
+                "|low|[1]|True",
+            ),
             (r#","documents":[{"a":1}],"add_generation_prompt":false"#, "||[{'a': 1}]|False"),
         ] {
             let body = format!(r#"{{"messages":[{{"role":"user","content":"x"}}]{fields}}}"#);
@@ -382,7 +394,9 @@ mod tests {
     fn a_continued_message_ends_the_text() {
         let template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>{% endfor %}";
         let body = |content: &str, generation: &str| {
-            format!(r#"{{"messages":[{{"role":"assistant","content":"{content}"}}],"continue_final_message":true{generation}}}"#)
+            format!(
+                r#"{{"messages":[{{"role":"assistant","content":"{content}"}}],"continue_final_message":true{generation}}}"#
+            )
         };
         check(template, &body("Once upon ", r#","add_generation_prompt":false"#), Ok("<assistant>Once upon"));
         check(PLAIN, &body("Once upon ", r#","add_generation_prompt":false"#), Ok("<assistant>Once upon "));
@@ -396,13 +410,23 @@ mod tests {
             (r#"{"messages":[]}"#, MissReason::TextEmpty),
             (r#"{"messages":"x"}"#, MissReason::Tokenize),
             (r#"{"messages":[{"content":"x"}]}"#, MissReason::Tokenize),
-            (r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}"#, MissReason::Tokenize),
+            (
+                r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}"#,
+                MissReason::Tokenize,
+            ),
             (r#"{"messages":[{"role":"user","content":"x"}],"tools":[]}"#, MissReason::Tokenize),
-            (r#"{"messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"tokenize":true}}"#, MissReason::Tokenize),
+            (
+                r#"{"messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"tokenize":true}}"#,
+                MissReason::Tokenize,
+            ),
             (r#"{"messages":[{"role":"user","content":"x"}],"add_generation_prompt":null}"#, MissReason::Tokenize),
         ] {
             check(PLAIN, body, Err(reason));
         }
-        check("{{ raise_exception('no') }}", r#"{"messages":[{"role":"user","content":"x"}]}"#, Err(MissReason::Template));
+        check(
+            "{{ raise_exception('no') }}",
+            r#"{"messages":[{"role":"user","content":"x"}]}"#,
+            Err(MissReason::Template),
+        );
     }
 }

@@ -99,8 +99,7 @@ fn is_content(expression: &str, names: &BTreeSet<String>) -> bool {
     if names.contains(root) {
         return true;
     }
-    let Some(owner) =
-        ["['content']", "[\"content\"]", ".content"].iter().find_map(|access| root.strip_suffix(access))
+    let Some(owner) = ["['content']", "[\"content\"]", ".content"].iter().find_map(|access| root.strip_suffix(access))
     else {
         return false;
     };
@@ -115,10 +114,16 @@ mod tests {
     fn loops_over_content_are_found() {
         for (template, expected) in [
             ("{% for m in messages %}{{ m.content }}{% endfor %}", ContentFormat::String),
-            ("{%- for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}", ContentFormat::Parts),
+            (
+                "{%- for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}",
+                ContentFormat::Parts,
+            ),
             ("{% for p in message.content | selectattr('type') %}{% endfor %}", ContentFormat::Parts),
             ("{% set c = m.content %}{% set d = c %}{% for p in d %}{% endfor %}", ContentFormat::Parts),
-            ("{% macro r(c, n) %}{% for p in c %}{% endfor %}{% endmacro %}{{ r(message.content, 1) }}", ContentFormat::Parts),
+            (
+                "{% macro r(c, n) %}{% for p in c %}{% endfor %}{% endmacro %}{{ r(message.content, 1) }}",
+                ContentFormat::Parts,
+            ),
             ("{% macro r(c) %}{% for p in c %}{% endfor %}{% endmacro %}{{ r(message.tools) }}", ContentFormat::String),
             ("{# {% for p in m.content %} #}{{ m.content }}", ContentFormat::String),
             ("{% for tool in tools %}{{ tool }}{% endfor %}", ContentFormat::String),

@@ -43,7 +43,11 @@ pub struct Job<'a> {
 /// What is still to be done.
 #[derive(Debug)]
 enum Source<'a> {
-    Text { text: Cow<'a, str>, at: usize, special: bool },
+    Text {
+        text: Cow<'a, str>,
+        at: usize,
+        special: bool,
+    },
     /// The rest of a JSON list of ids, after its bracket.
     Ids(&'a str),
     Done,

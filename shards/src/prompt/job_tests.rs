@@ -172,8 +172,10 @@ fn body() -> impl Strategy<Value = String> {
         ];
         prop_oneof![
             proptest::collection::vec(inner.clone(), 0..5).prop_map(|v| format!("[{}]", v.join(","))),
-            proptest::collection::vec((key, inner), 0..6)
-                .prop_map(|v| format!("{{{}}}", v.iter().map(|(k, x)| format!("\"{k}\":{x}")).collect::<Vec<_>>().join(","))),
+            proptest::collection::vec((key, inner), 0..6).prop_map(|v| format!(
+                "{{{}}}",
+                v.iter().map(|(k, x)| format!("\"{k}\":{x}")).collect::<Vec<_>>().join(",")
+            )),
         ]
     });
     let member = prop_oneof![

@@ -46,7 +46,9 @@ impl Args<'_> {
     }
 
     fn optional_text(&self, place: usize, name: &str) -> Result<Option<String>, Error> {
-        self.optional(place, name)?.map(|v| v.as_str().map(str::to_owned).ok_or_else(|| type_error("no string"))).transpose()
+        self.optional(place, name)?
+            .map(|v| v.as_str().map(str::to_owned).ok_or_else(|| type_error("no string")))
+            .transpose()
     }
 
     fn number(&self, place: usize, name: &str) -> Result<Option<i64>, Error> {
@@ -102,7 +104,9 @@ fn string(text: &str, method: &str, args: &Args) -> Result<Option<Value>, Error>
             args.at_most(3)?;
             let (old, new) = (args.text(0, "old")?, args.text(1, "new")?);
             match args.number(2, "count")? {
-                Some(count) if count >= 0 => Value::from(text.replacen(&old, &new, usize::try_from(count).unwrap_or(usize::MAX))),
+                Some(count) if count >= 0 => {
+                    Value::from(text.replacen(&old, &new, usize::try_from(count).unwrap_or(usize::MAX)))
+                }
                 _ => Value::from(text.replace(&old, &new)),
             }
         }
@@ -217,7 +221,9 @@ fn split(text: &str, separator: Option<&str>, limit: Option<i64>, from_right: bo
 
 /// Python's `splitlines`.
 pub(super) fn lines(text: &str) -> Vec<&str> {
-    let is_end = |c: char| matches!(c, '\n' | '\r' | '\u{b}' | '\u{c}' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}');
+    let is_end = |c: char| {
+        matches!(c, '\n' | '\r' | '\u{b}' | '\u{c}' | '\u{1c}'..='\u{1e}' | '\u{85}' | '\u{2028}' | '\u{2029}')
+    };
     let mut lines = Vec::new();
     let mut rest = text;
     while !rest.is_empty() {

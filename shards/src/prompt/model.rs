@@ -107,8 +107,7 @@ impl Model {
     /// completions still work, and [`Model::template_problem`] tells.
     pub fn load(files: &ModelFiles, now: fn() -> SystemTime) -> Result<Self, ModelError> {
         let failed = |file: &'static str, reason: String| ModelError { file, reason };
-        let tokenizer =
-            Tokenizer::from_json(&files.tokenizer).map_err(|e| failed("tokenizer.json", e.to_string()))?;
+        let tokenizer = Tokenizer::from_json(&files.tokenizer).map_err(|e| failed("tokenizer.json", e.to_string()))?;
         let config = match &files.config {
             Some(text) => Config::parse(text).map_err(|reason| failed("tokenizer_config.json", reason))?,
             None => Config::default(),
@@ -116,7 +115,9 @@ impl Model {
         let (origin, default, tool_use) = match (&files.template, config.template) {
             (Some(text), _) => (TemplateOrigin::File, Some(text.clone()), files.tool_template.clone()),
             (None, Some(text)) => (TemplateOrigin::Config, Some(text), config.tool_template),
-            (None, None) if files.slug.starts_with("Qwen__") => (TemplateOrigin::Assumed, Some(CHATML.to_owned()), None),
+            (None, None) if files.slug.starts_with("Qwen__") => {
+                (TemplateOrigin::Assumed, Some(CHATML.to_owned()), None)
+            }
             (None, None) => (TemplateOrigin::Missing, None, None),
         };
         let compile = |text: String| Template::compile(&text, &config.special_tokens, now).map_err(|e| e.to_string());
@@ -211,7 +212,9 @@ impl Model {
 
     fn compile_rule_template(&self, text: &str) -> Option<Template> {
         // Without a configuration the special tokens are not known, and would print as nothing.
-        if !self.has_config && ["bos_token", "eos_token", "unk_token", "pad_token"].iter().any(|name| text.contains(name)) {
+        if !self.has_config
+            && ["bos_token", "eos_token", "unk_token", "pad_token"].iter().any(|name| text.contains(name))
+        {
             let file = self.path.join("tokenizer_config.json");
             tracing::warn!(model = self.slug, file = %file.display(), "the rule's chat template names special tokens: add the file");
             return None;

@@ -86,6 +86,7 @@ fn chats_that_the_engine_renders_in_code_are_not_guessed() {
 
 #[test]
 fn a_file_that_cannot_be_used_is_named() {
-    let error = Model::load(&ModelFiles { tokenizer: "{".into(), ..ModelFiles::default() }, SystemTime::now).unwrap_err();
+    let error =
+        Model::load(&ModelFiles { tokenizer: "{".into(), ..ModelFiles::default() }, SystemTime::now).unwrap_err();
     assert_eq!(error.file, "tokenizer.json");
 }

@@ -26,6 +26,7 @@ pub(crate) fn tokenizer(test: &str, slug: &str) -> Option<PathBuf> {
     if slug == "qwen3-mini-8k" {
         return shared(test, "data/tokenizers/qwen3-mini-8k");
     }
-    let root = std::env::var_os("KVLANE_TOKENIZERS").map_or_else(|| workspace().join("target/tokenizers"), PathBuf::from);
+    let root =
+        std::env::var_os("KVLANE_TOKENIZERS").map_or_else(|| workspace().join("target/tokenizers"), PathBuf::from);
     present(test, root.join(slug), "get it with shared/tools/get-tokenizers.sh, set KVLANE_TOKENIZERS")
 }

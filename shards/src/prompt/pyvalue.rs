@@ -451,8 +451,13 @@ mod tests {
             to_json(&value, &JsonStyle::default()).unwrap(),
             "{\"b\": [1, 2.0, 1e-07, null], \"a\": \"<é\u{7f}\\u0001>\"}"
         );
-        let style =
-            JsonStyle { indent: Some(2), item_separator: ",".into(), sort_keys: true, ensure_ascii: true, ..JsonStyle::default() };
+        let style = JsonStyle {
+            indent: Some(2),
+            item_separator: ",".into(),
+            sort_keys: true,
+            ensure_ascii: true,
+            ..JsonStyle::default()
+        };
         assert_eq!(
             to_json(&value, &style).unwrap(),
             "{\n  \"a\": \"<\\u00e9\\u007f\\u0001>\",\n  \"b\": [\n    1,\n    2.0,\n    1e-07,\n    null\n  ]\n}"

@@ -106,7 +106,8 @@ pub(super) fn split_at_word<'t>(text: &'t str, words: &[&str]) -> (&'t str, &'t 
             (None, b'(' | b'[' | b'{') => depth += 1,
             (None, b')' | b']' | b'}') => depth = depth.saturating_sub(1),
             (None, _) if depth == 0 && (at == 0 || !is_word(bytes.get(at - 1))) => {
-                let found = words.iter().find(|w| bytes[at..].starts_with(w.as_bytes()) && !is_word(bytes.get(at + w.len())));
+                let found =
+                    words.iter().find(|w| bytes[at..].starts_with(w.as_bytes()) && !is_word(bytes.get(at + w.len())));
                 if found.is_some() {
                     return (&text[..at], &text[at..]);
                 }
@@ -145,7 +146,8 @@ fn push_loop(out: &mut String, tag: &str, head: &str) {
     let (target, rest) = split_at_word(head, &["in"]);
     let Some(rest) = rest.strip_prefix("in") else { return out.push_str(tag) };
     let (source, tail) = split_at_word(rest, &["if", "recursive"]);
-    let control = |byte: Option<&u8>| if let Some(b @ (b'-' | b'+')) = byte { char::from(*b).to_string() } else { String::new() };
+    let control =
+        |byte: Option<&u8>| if let Some(b @ (b'-' | b'+')) = byte { char::from(*b).to_string() } else { String::new() };
     let (open, close) = (control(tag.as_bytes().get(2)), control(tag.as_bytes().get(tag.len() - 3)));
     out.push_str(&format!("{{%{open} for{target} in ({})|{LOOP_FILTER} {tail} {close}%}}", source.trim()));
 }
@@ -174,7 +176,10 @@ mod tests {
     fn loops_and_generation_blocks_are_rewritten() {
         for (template, expected) in [
             ("{%- for a in b -%}", "{%- for a  in (b)|as_python_iterates  -%}"),
-            ("{% for k, v in x.items() if ' if ' in k recursive %}", "{% for k, v  in (x.items())|as_python_iterates if ' if ' in k recursive %}"),
+            (
+                "{% for k, v in x.items() if ' if ' in k recursive %}",
+                "{% for k, v  in (x.items())|as_python_iterates if ' if ' in k recursive %}",
+            ),
             ("{% for x in [a if b else c] %}", "{% for x  in ([a if b else c])|as_python_iterates  %}"),
             ("{%- generation -%}x{% endgeneration %}", "{%- with -%}x{% endwith %}"),
             ("{% format %}{% set x = 'for a in b' %}", "{% format %}{% set x = 'for a in b' %}"),

@@ -126,7 +126,8 @@ fn environment(now: fn() -> SystemTime) -> Result<Environment<'static>, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
     });
     environment.add_function("strftime_now", move |format: String| {
-        clock::format(now(), &format).ok_or_else(|| Error::new(ErrorKind::InvalidOperation, format!("strftime_now({format:?})")))
+        clock::format(now(), &format)
+            .ok_or_else(|| Error::new(ErrorKind::InvalidOperation, format!("strftime_now({format:?})")))
     });
     add_filters(&mut environment);
     add_tests(&mut environment);
@@ -159,7 +160,9 @@ fn add_filters(environment: &mut Environment<'static>) {
     add_lazy_filters(environment);
     environment.add_filter("indent", indent);
     environment.add_filter(LOOP_FILTER, |value: Value| match value.kind() {
-        ValueKind::String => Ok(Value::from(value.as_str().unwrap_or_default().chars().map(Value::from).collect::<Vec<_>>())),
+        ValueKind::String => {
+            Ok(Value::from(value.as_str().unwrap_or_default().chars().map(Value::from).collect::<Vec<_>>()))
+        }
         ValueKind::Undefined | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => Ok(value),
         kind => Err(Error::new(ErrorKind::InvalidOperation, format!("a loop over {kind}"))),
     });
@@ -192,7 +195,8 @@ fn add_lazy_filters(environment: &mut Environment<'static>) {
 }
 
 fn add_tests(environment: &mut Environment<'static>) {
-    let is_float = |value: &Value| value.kind() != ValueKind::Bool && !value.is_integer() && pyvalue::as_float(value).is_some();
+    let is_float =
+        |value: &Value| value.kind() != ValueKind::Bool && !value.is_integer() && pyvalue::as_float(value).is_some();
     environment.add_test("number", move |value: &Value| {
         value.kind() == ValueKind::Bool || value.is_integer() || pyvalue::as_float(value).is_some()
     });
@@ -207,7 +211,13 @@ fn add_tests(environment: &mut Environment<'static>) {
 }
 
 /// Python's `indent`: a newline at the end stays, and empty lines are not indented unless told so.
-fn indent(value: &Value, width: Option<Value>, first: Option<bool>, blank: Option<bool>, kwargs: Kwargs) -> Result<String, Error> {
+fn indent(
+    value: &Value,
+    width: Option<Value>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    kwargs: Kwargs,
+) -> Result<String, Error> {
     let width = width.or(kwargs.get("width")?);
     let first = first.or(kwargs.get("first")?).unwrap_or(false);
     let blank = blank.or(kwargs.get("blank")?).unwrap_or(false);
@@ -281,10 +291,16 @@ mod tests {
             ("{{ x.none }} {{ x.t }} {{ x.f }} {{ x.i }}", "None True 1.0 3"),
             ("{{ x }}", "{'none': None, 't': True, 'f': 1.0, 'e': 1e-07, 'i': 3, 's': ' a<b ', 'items': [1, 'z']}"),
             ("{{ 'v=' ~ x.e ~ x.items }}", "v=1e-07[1, 'z']"),
-            ("{{ x | tojson }}", r#"{"none": null, "t": true, "f": 1.0, "e": 1e-07, "i": 3, "s": " a<b ", "items": [1, "z"]}"#),
+            (
+                "{{ x | tojson }}",
+                r#"{"none": null, "t": true, "f": 1.0, "e": 1e-07, "i": 3, "s": " a<b ", "items": [1, "z"]}"#,
+            ),
             ("{% for k, v in x.items() %}{{ k }},{% endfor %}", "none,t,f,e,i,s,items,"),
             ("{{ x.s.strip() }}|{{ x.s | trim }}|{{ x.s.lstrip(' a') }}", "a<b|a<b|<b "),
-            ("{{ x.s is iterable }} {{ x.s is sequence }} {{ x is mapping }} {{ x.e is number }}", "True True True True"),
+            (
+                "{{ x.s is iterable }} {{ x.s is sequence }} {{ x is mapping }} {{ x.e is number }}",
+                "True True True True",
+            ),
             ("{{ x.get('missing') }} {{ x.get('i', 4) }} {{ 'a,b,c'.split(',', 1)[-1] }}", "None 3 b,c"),
             ("{% for m in [1,2,3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1"),
             ("{% generation %}in{%- endgeneration -%} out", "inout"),

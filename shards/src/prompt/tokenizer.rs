@@ -71,7 +71,12 @@ impl Tokenizer {
     ///
     /// # Errors
     /// The text cannot be expressed in the vocabulary.
-    pub fn encode(&self, text: &str, scratch: &mut Vec<PipelineToken>, ids: &mut Vec<u32>) -> Result<(), TokenizerError> {
+    pub fn encode(
+        &self,
+        text: &str,
+        scratch: &mut Vec<PipelineToken>,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), TokenizerError> {
         scratch.clear();
         let options = EncodeOptions {
             add_special_tokens: false,
@@ -120,9 +125,7 @@ impl Tokenizer {
         let bytes = text.as_bytes();
         let byte = bytes[at];
         if byte == b' ' {
-            return self.cuts.words
-                && is_word_end(text, at)
-                && bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic);
+            return self.cuts.words && is_word_end(text, at) && bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic);
         }
         self.cuts.may_begin(byte) && self.cuts.token_at(text, at)
     }
@@ -133,7 +136,8 @@ impl Tokenizer {
         let mut cuts = Cuts::default();
         for token in &added {
             let plain = !(token.normalized || token.lstrip || token.rstrip || token.single_word);
-            let begins = token.content.chars().next().is_some_and(|c| !c.is_whitespace() && !c.is_alphanumeric() && c != '_');
+            let begins =
+                token.content.chars().next().is_some_and(|c| !c.is_whitespace() && !c.is_alphanumeric() && c != '_');
             if plain && begins {
                 cuts.tokens.insert(token.content.as_str().into());
             }
@@ -148,7 +152,9 @@ impl Tokenizer {
         cuts.index();
         let splits_words = |text: &str| text.contains(' ');
         cuts.words = self.is_byte_level()
-            && !added.iter().any(|t| splits_words(&t.content) || t.lstrip || (t.rstrip && t.content.ends_with(char::is_alphanumeric)));
+            && !added.iter().any(|t| {
+                splits_words(&t.content) || t.lstrip || (t.rstrip && t.content.ends_with(char::is_alphanumeric))
+            });
         let mut tried = Tokenizer { inner: self.inner.clone(), cuts };
         if !tried.holds_on_corpus(true) {
             tried.cuts.words = false;
@@ -219,7 +225,10 @@ impl Cuts {
 
     fn token_at(&self, text: &str, at: usize) -> bool {
         text.is_char_boundary(at)
-            && self.lengths.iter().any(|length| text.get(at..at + length).is_some_and(|part| self.tokens.contains(part)))
+            && self
+                .lengths
+                .iter()
+                .any(|length| text.get(at..at + length).is_some_and(|part| self.tokens.contains(part)))
     }
 }
 
@@ -228,12 +237,18 @@ fn can_swallow(other: &str, token: &str) -> bool {
     if other != token && other.find(token).is_some_and(|place| place > 0) {
         return true;
     }
-    other.char_indices().skip(1).any(|(at, _)| token.starts_with(&other[at..]) && (other != token || other.len() - at < token.len()))
+    other
+        .char_indices()
+        .skip(1)
+        .any(|(at, _)| token.starts_with(&other[at..]) && (other != token || other.len() - at < token.len()))
 }
 
 /// Whether a visible character that cannot join a following space ends before the byte.
 fn is_word_end(text: &str, at: usize) -> bool {
-    text[..at].chars().next_back().is_some_and(|c| c.is_alphanumeric() || matches!(c, '.' | ',' | ';' | ':' | '!' | '?' | ')'))
+    text[..at]
+        .chars()
+        .next_back()
+        .is_some_and(|c| c.is_alphanumeric() || matches!(c, '.' | ',' | ';' | ':' | '!' | '?' | ')'))
 }
 
 /// A regular expression of a known family, alone or followed by members that split nothing; or DeepSeek's three.

@@ -119,9 +119,52 @@ impl Random {
 
 fn random_text(random: &mut Random, specials: &[&str]) -> String {
     const BITS: [&str; 46] = [
-        " ", " ", " ", "  ", "\n", "\n\n", "\t", "\r\n", " \n", "a", "b", "the", "Word", "don't", "I'LL", "'s", "s", "é", "e\u{301}",
-        "\u{301}", "ß", "ǅ", "мир", "你好", "，", "日本", "ひ", "한국", "नमस्ते", "\u{94d}", "😀", "\u{200d}", "\u{a0}", "\u{3000}", "\u{200b}",
-        "1", "123", "4567", ".", ",", "!", "...", "(", ")", "_", "<|",
+        " ",
+        " ",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        "\r\n",
+        " \n",
+        "a",
+        "b",
+        "the",
+        "Word",
+        "don't",
+        "I'LL",
+        "'s",
+        "s",
+        "é",
+        "e\u{301}",
+        "\u{301}",
+        "ß",
+        "ǅ",
+        "мир",
+        "你好",
+        "，",
+        "日本",
+        "ひ",
+        "한국",
+        "नमस्ते",
+        "\u{94d}",
+        "😀",
+        "\u{200d}",
+        "\u{a0}",
+        "\u{3000}",
+        "\u{200b}",
+        "1",
+        "123",
+        "4567",
+        ".",
+        ",",
+        "!",
+        "...",
+        "(",
+        ")",
+        "_",
+        "<|",
     ];
     let mut text = String::new();
     for _ in 0..random.below(120) {
@@ -155,7 +198,11 @@ fn pieces_give_the_ids_of_the_whole() {
             assert!(tokenizer.same_in_pieces(&text, wanted), "{slug} round {round} wanted {wanted}: {text:?}");
             *pieces.entry(tokenizer.piece(&text, wanted) < text.len()).or_insert(0) += 1;
         }
-        eprintln!("{slug}: words {}, tokens {}, cut or not {pieces:?}", tokenizer.cuts.words, tokenizer.cuts.tokens.len());
+        eprintln!(
+            "{slug}: words {}, tokens {}, cut or not {pieces:?}",
+            tokenizer.cuts.words,
+            tokenizer.cuts.tokens.len()
+        );
         assert!(pieces.get(&true).copied().unwrap_or(0) > rounds / 10, "{slug}: hardly anything was cut");
     }
 }

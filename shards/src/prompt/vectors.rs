@@ -66,12 +66,13 @@ fn outcome(case: &Case, rendered: Result<String, TemplateError>) -> Outcome {
         (Ok(text), Some(expected), _) if &text == expected => Outcome::Exact,
         (Ok(text), Some(expected), _) => {
             let same = text.bytes().zip(expected.bytes()).take_while(|(a, b)| a == b).count();
-            let show = |text: &str| {
-                text.bytes().skip(same.saturating_sub(30)).take(90).map(char::from).collect::<String>()
-            };
+            let show =
+                |text: &str| text.bytes().skip(same.saturating_sub(30)).take(90).map(char::from).collect::<String>();
             Outcome::Wrong(format!("at {same}: got {:?} wanted {:?}", show(&text), show(expected)))
         }
-        (Ok(text), None, _) => Outcome::Wrong(format!("Python raises, got {:?}", text.chars().take(80).collect::<String>())),
+        (Ok(text), None, _) => {
+            Outcome::Wrong(format!("Python raises, got {:?}", text.chars().take(80).collect::<String>()))
+        }
         (Err(TemplateError::Raised(message)), None, Some(error)) if error.kind == "raise" => {
             if error.message.as_ref().is_none_or(|m| *m == message) {
                 Outcome::Exact
@@ -79,7 +80,9 @@ fn outcome(case: &Case, rendered: Result<String, TemplateError>) -> Outcome {
                 Outcome::Refused(format!("raised {message:?} instead of {:?}", error.message))
             }
         }
-        (Err(error), None, Some(expected)) if expected.kind == "raise" => Outcome::Refused(format!("failed before it could raise: {error}")),
+        (Err(error), None, Some(expected)) if expected.kind == "raise" => {
+            Outcome::Refused(format!("failed before it could raise: {error}"))
+        }
         (Err(_), None, _) => Outcome::Exact,
         (Err(error), Some(_), _) => Outcome::Refused(error.to_string()),
     }
@@ -87,7 +90,8 @@ fn outcome(case: &Case, rendered: Result<String, TemplateError>) -> Outcome {
 
 #[test]
 fn templates_render_as_python_renders_them() {
-    let Some(path) = outside_data::shared("templates_render_as_python_renders_them", "vectors/chat_templates.json") else {
+    let Some(path) = outside_data::shared("templates_render_as_python_renders_them", "vectors/chat_templates.json")
+    else {
         return;
     };
     let vectors: Vectors = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
