@@ -9,5 +9,6 @@ pub mod config;
 pub mod cores;
 pub mod fields;
 pub mod health;
+pub mod models;
 pub mod rules;
 pub mod supervise;
