@@ -1,0 +1,4 @@
+//! KV event streams of the engines → inventories.
+
+mod events;
+mod msgpack;
