@@ -1,4 +1,7 @@
 //! KV event streams of the engines → inventories.
 
+mod copies;
+mod counts;
 mod events;
 mod msgpack;
+mod status;
