@@ -214,14 +214,7 @@ impl Copies {
         self.ranks.len() > 1 && self.ranks.iter().enumerate().any(|(place, held)| place != rank && held.contains(key))
     }
 
-    fn first_copy(
-        &mut self,
-        rank: usize,
-        group: usize,
-        key: BlockKey,
-        stats: &StreamStats,
-        op: &mut impl FnMut(Op),
-    ) {
+    fn first_copy(&mut self, rank: usize, group: usize, key: BlockKey, stats: &StreamStats, op: &mut impl FnMut(Op)) {
         self.entries += 1;
         if !self.in_other_group(rank, group, key) {
             self.distinct += u64::from(!self.in_other_rank(rank, key));

@@ -35,15 +35,8 @@ pub enum Reject {
 
 impl Reject {
     /// Every reason, in the order of the counters.
-    pub const ALL: [Reject; 7] = [
-        Reject::Frames,
-        Reject::Batch,
-        Reject::Framing,
-        Reject::Event,
-        Reject::Tag,
-        Reject::Field,
-        Reject::Group,
-    ];
+    pub const ALL: [Reject; 7] =
+        [Reject::Frames, Reject::Batch, Reject::Framing, Reject::Event, Reject::Tag, Reject::Field, Reject::Group];
 
     /// The label value.
     #[must_use]
@@ -173,9 +166,7 @@ fn key(head: Head<'_>) -> Result<BlockKey, Malformed> {
     match head {
         Head::Uint(key) => Ok(BlockKey(key)),
         Head::Negative(key) => Ok(BlockKey(key.cast_unsigned())),
-        Head::Bin(digest) => {
-            digest.last_chunk().map(|tail| BlockKey(u64::from_be_bytes(*tail))).ok_or(Malformed::Type)
-        }
+        Head::Bin(digest) => digest.last_chunk().map(|tail| BlockKey(u64::from_be_bytes(*tail))).ok_or(Malformed::Type),
         _ => Err(Malformed::Type),
     }
 }

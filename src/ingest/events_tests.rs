@@ -40,7 +40,11 @@ fn check(id: &str, decoded: Event<'_>, input: &Value) {
     match decoded {
         Event::Stored(stored) => {
             assert_eq!(text(input, "type"), Some("BlockStored"), "{id}");
-            assert_eq!(stored.keys.iter().map(|key| key.0).collect::<Vec<_>>(), keys_of(&input["block_hashes"]), "{id}");
+            assert_eq!(
+                stored.keys.iter().map(|key| key.0).collect::<Vec<_>>(),
+                keys_of(&input["block_hashes"]),
+                "{id}"
+            );
             assert_eq!(stored.keys.len() as usize, keys_of(&input["block_hashes"]).len(), "{id}");
             assert_eq!(stored.keys.last().map(|key| key.0), keys_of(&input["block_hashes"]).last().copied(), "{id}");
             assert_eq!(stored.parent.map(|key| key.0), key_of(&input["parent_block_hash"]), "{id}");

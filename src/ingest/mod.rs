@@ -5,3 +5,4 @@ mod counts;
 mod events;
 mod msgpack;
 mod status;
+mod stream;
