@@ -4,5 +4,7 @@ mod copies;
 mod counts;
 mod events;
 mod msgpack;
+mod poller;
+mod sockets;
 mod status;
 mod stream;
