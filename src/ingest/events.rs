@@ -76,7 +76,8 @@ pub(crate) struct Stored<'a> {
     pub(crate) keys: Keys<'a>,
     /// Key of the block before the first; none for the first of a sequence, and for placeholders.
     pub(crate) parent: Option<BlockKey>,
-    pub(crate) tokens: Tokens<'a>,
+    /// How many tokens the event spans.
+    pub(crate) tokens: u32,
     /// Tokens per block of the group; 0 in placeholders.
     pub(crate) block_tokens: u32,
     pub(crate) medium: Option<&'a str>,
@@ -126,39 +127,16 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// Token ids still in their wire form, known to be well formed.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Tokens<'a> {
-    wire: &'a [u8],
-    len: u32,
-}
-
-impl<'a> Tokens<'a> {
-    fn read(reader: &mut Reader<'a>) -> Result<Self, Malformed> {
-        let len = reader.array()?;
-        let before = reader.rest();
-        for _ in 0..len {
-            token(reader.head()?)?;
+/// The length of an array of token ids. The ids themselves are not needed where keys say all.
+fn token_count(reader: &mut Reader<'_>) -> Result<u32, Malformed> {
+    let len = reader.array()?;
+    for _ in 0..len {
+        match reader.head()? {
+            Head::Uint(id) if id <= u64::from(u32::MAX) => {}
+            _ => return Err(Malformed::Type),
         }
-        Ok(Tokens { wire: &before[..before.len() - reader.rest().len()], len })
     }
-
-    pub(crate) fn len(&self) -> u32 {
-        self.len
-    }
-
-    #[cfg(test)]
-    pub(crate) fn iter(self) -> impl Iterator<Item = u32> + 'a {
-        let mut reader = Reader::new(self.wire);
-        std::iter::from_fn(move || token(reader.head().ok()?).ok())
-    }
-}
-
-fn token(head: Head<'_>) -> Result<u32, Malformed> {
-    match head {
-        Head::Uint(id) => u32::try_from(id).map_err(|_| Malformed::Type),
-        _ => Err(Malformed::Type),
-    }
+    Ok(len)
 }
 
 /// A block key: an integer (vLLM 0.9's `builtin` hashes are signed), or a digest whose last eight bytes count.
@@ -177,7 +155,7 @@ struct Fields<'a> {
     tag: Option<&'a str>,
     keys: Option<Keys<'a>>,
     parent: Option<BlockKey>,
-    tokens: Option<Tokens<'a>>,
+    tokens: Option<u32>,
     block_tokens: Option<u32>,
     medium: Option<&'a str>,
     group: Option<u32>,
@@ -242,7 +220,7 @@ impl<'a> Fields<'a> {
                     head => Some(key(head)?),
                 }
             }
-            Field::Tokens => self.tokens = Some(Tokens::read(reader)?),
+            Field::Tokens => self.tokens = Some(token_count(reader)?),
             Field::BlockTokens => self.block_tokens = reader.optional_u32()?,
             Field::Medium => self.medium = reader.optional_str()?,
             Field::Group => self.group = reader.optional_u32()?,

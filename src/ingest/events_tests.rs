@@ -48,9 +48,7 @@ fn check(id: &str, decoded: Event<'_>, input: &Value) {
             assert_eq!(stored.keys.len() as usize, keys_of(&input["block_hashes"]).len(), "{id}");
             assert_eq!(stored.keys.last().map(|key| key.0), keys_of(&input["block_hashes"]).last().copied(), "{id}");
             assert_eq!(stored.parent.map(|key| key.0), key_of(&input["parent_block_hash"]), "{id}");
-            let tokens: Vec<u64> = stored.tokens.iter().map(u64::from).collect();
-            assert_eq!(tokens, keys_of(&input["token_ids"]), "{id}");
-            assert_eq!(stored.tokens.len() as usize, tokens.len(), "{id}");
+            assert_eq!(stored.tokens as usize, input["token_ids"].as_array().unwrap().len(), "{id}");
             assert_eq!(u64::from(stored.block_tokens), number(input, "block_size"), "{id}");
             assert_eq!(stored.medium, text(input, "medium"), "{id}");
             assert_eq!(u64::from(stored.group), number(input, "group_idx"), "{id}");
@@ -183,7 +181,6 @@ proptest! {
         for event in Batch::open(&payload).into_iter().flatten().flatten() {
             if let Event::Stored(stored) = event {
                 prop_assert_eq!(stored.keys.iter().count(), stored.keys.len() as usize);
-                prop_assert_eq!(stored.tokens.iter().count(), stored.tokens.len() as usize);
             }
         }
     }

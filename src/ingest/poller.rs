@@ -99,9 +99,8 @@ impl Poller {
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; READY_MAX];
         let timeout = if at_once { 0 } else { -1 };
         // SAFETY: the kernel writes at most READY_MAX entries of `events`, which lives through the call.
-        let n = unsafe {
-            libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), READY_MAX as libc::c_int, timeout)
-        };
+        let n =
+            unsafe { libc::epoll_wait(self.epoll.as_raw_fd(), events.as_mut_ptr(), READY_MAX as libc::c_int, timeout) };
         // An interrupted wait is an empty one.
         for event in &events[..usize::try_from(n).unwrap_or(0)] {
             match event.u64 {

@@ -35,6 +35,9 @@ pub(crate) enum Error {
     /// The library refused.
     #[error("{0}")]
     Zmq(#[from] zmq::Error),
+    /// The descriptors cannot be waited for.
+    #[error("{0}")]
+    Poll(#[from] std::io::Error),
     /// The library met an error that its binding has no name for.
     #[error("the system refuses such an address")]
     Unknown,
@@ -127,7 +130,8 @@ impl Contexts {
         monitor.set_linger(0)?;
         monitor.connect(&inproc)?;
         // The binding panics at error numbers it has no name for, and an address can lead to any of them.
-        let opened = catch_unwind(AssertUnwindSafe(|| if bind { socket.bind(address) } else { socket.connect(address) }));
+        let opened =
+            catch_unwind(AssertUnwindSafe(|| if bind { socket.bind(address) } else { socket.connect(address) }));
         opened.map_err(|_| Error::Unknown)??;
         Ok(Watched { socket, monitor, context: users })
     }
