@@ -9,6 +9,7 @@ pub mod config;
 pub mod cores;
 pub mod fields;
 pub mod health;
+pub mod ingest;
 pub mod models;
 pub mod rules;
 pub mod supervise;
