@@ -36,6 +36,8 @@ const ROOM_FRESH: usize = 4 * 1024;
 
 struct Shared {
     wanted: Cell<bool>,
+    /// Bytes that were in the buffer when the read in flight began.
+    taken_along: Cell<usize>,
     buffer: Cell<Vec<u8>>,
     result: Cell<Option<io::Result<usize>>>,
     canceller: RefCell<Canceller>,
@@ -59,6 +61,7 @@ impl ReadAhead {
     {
         let shared = Rc::new(Shared {
             wanted: Cell::new(false),
+            taken_along: Cell::new(0),
             buffer: Cell::default(),
             result: Cell::default(),
             canceller: RefCell::default(),
@@ -70,6 +73,12 @@ impl ReadAhead {
     #[must_use]
     pub fn in_flight(&self) -> bool {
         self.shared.wanted.get()
+    }
+
+    /// Bytes that came before the read in flight and are with it: only [`ReadAhead::cancel`] gets at them now.
+    #[must_use]
+    pub fn taken_along(&self) -> usize {
+        if self.in_flight() { self.shared.taken_along.get() } else { 0 }
     }
 
     /// The bytes read and not yet taken. Empty while a read is in flight.
@@ -175,6 +184,7 @@ async fn pump<R: CancelableAsyncReadRent>(mut reader: R, shared: Rc<Shared>) {
         poll_fn(|_| if shared.wanted.get() && !shared.has_result() { Poll::Ready(()) } else { Poll::Pending }).await;
         let mut buffer = shared.buffer.take();
         let held = buffer.len();
+        shared.taken_along.set(held);
         if buffer.capacity() - held < ROOM_MIN {
             // Doubling keeps the copying of a long body linear; a body of known length has reserved already.
             buffer.reserve(ROOM_FRESH.max(held));

@@ -98,7 +98,10 @@ impl Client {
     }
 
     async fn wait_for_first_byte(&mut self, limits: &Limits, fresh: bool) -> Result<(), Incoming> {
-        if self.reader.in_flight() || self.reader.held() == 0 {
+        if self.reader.taken_along() > 0 && self.reader.cancel().await.is_err() {
+            return Err(Incoming::Closed);
+        }
+        if self.reader.held() == 0 {
             self.watch().set_idle(true);
             self.watch().arm(Some(if fresh { limits.head_timeout } else { limits.idle_timeout }));
             let stop = self.fill().await.err();
