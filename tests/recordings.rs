@@ -150,7 +150,7 @@ impl Fleet {
         wait_for(&format!("the inventory equals the engine's blocks after step {:?}", step.name), || {
             (self.gateway.inventory(0, 0) == expected).then_some(())
         });
-        assert_eq!(self.gateway.inventory(0, 1), [], "the other endpoint holds nothing");
+        assert_eq!(self.gateway.inventory(0, 1), Vec::<u64>::new(), "the other endpoint holds nothing");
     }
 }
 
