@@ -151,10 +151,10 @@ fn string_case(text: &str, method: &str, args: &Args) -> Result<Option<Value>, E
         "title" => Value::from(title(text)?),
         "capitalize" => {
             let mut chars = text.chars();
-            let first = chars.next().map(|c| title_char(c)).transpose()?;
+            let first = chars.next().map(title_char).transpose()?;
             Value::from(first.into_iter().chain(chars.as_str().to_lowercase().chars()).collect::<String>())
         }
-        "isdigit" | "isdecimal" | "isnumeric" => all(|c| c.is_numeric()),
+        "isdigit" | "isdecimal" | "isnumeric" => all(char::is_numeric),
         "isalpha" => all(char::is_alphabetic),
         "isalnum" => all(char::is_alphanumeric),
         "isspace" => all(is_space),
