@@ -1,2 +1,26 @@
-//! x
-fn main() {}
+//! Micro-benchmarks and side-by-side comparisons of kvlane. Every run prints its seed and setup with its figures.
+
+mod lookup;
+mod memory;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Debug, Parser)]
+#[command(about = "Micro-benchmarks and side-by-side comparisons of kvlane")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Inventory look-up and route decision, adds and bytes per pair, beside the same store in evmap.
+    Lookup(lookup::Args),
+}
+
+fn main() -> anyhow::Result<()> {
+    match Cli::parse().command {
+        Command::Lookup(args) => print!("{}", lookup::run(&args)?),
+    }
+    Ok(())
+}
