@@ -213,6 +213,28 @@ fn a_payload_that_is_no_batch_changes_nothing() {
     assert_eq!(bench.stats.rejects[Reject::Batch as usize].load(std::sync::atomic::Ordering::Relaxed), 1);
 }
 
+#[test]
+fn a_long_stream_is_applied_and_its_rate_printed() {
+    const BATCHES: u64 = 4_000;
+    let payloads: Vec<_> = (0..BATCHES)
+        .map(|batch_number| {
+            let keys: Vec<u64> =
+                (0..32).map(|key| (batch_number * 32 + key).wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+            batch(&[store_of(&keys, Some(1), 0, "GPU", "full_attention", 16)])
+        })
+        .collect();
+    let mut copies = Copies::new(1, 16, 1_000_000);
+    let stats = StreamStats::default();
+    let mut stores = 0;
+    let start = std::time::Instant::now();
+    for payload in &payloads {
+        copies.apply(0, payload, &stats, &mut |op| stores += u64::from(matches!(op, Op::Store(_))));
+    }
+    let seconds = start.elapsed().as_secs_f64();
+    assert_eq!((stores, copies.distinct()), (32 * BATCHES, 32 * BATCHES));
+    eprintln!("decode and count: {:.2} M blocks/s (16 tokens each, 9 bytes per token)", stores as f64 / seconds / 1e6);
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Store(u8, Vec<u64>),

@@ -33,7 +33,7 @@ use shards::inventory::Writer;
 use shards::load::LoadTable;
 use shards::service::EndpointShared;
 
-pub use events::Reject;
+pub use events::{Reject, check_any_bytes as check_any_event_bytes};
 use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;

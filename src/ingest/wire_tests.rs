@@ -82,6 +82,7 @@ struct Engine {
 fn bind(context: &zmq::Context, kind: SocketType, address: &str) -> (zmq::Socket, String) {
     let socket = context.socket(kind).unwrap();
     socket.set_linger(0).unwrap();
+    socket.set_sndhwm(100_000).unwrap();
     socket.set_ipv6(address.contains('[')).unwrap();
     // A port that was just left takes a moment to come free.
     until("the port is free", || socket.bind(address).is_ok());
@@ -174,6 +175,8 @@ impl Gateway {
         let endpoints: Vec<_> = endpoints.into_iter().enumerate().map(|(i, ranks)| endpoint(i as u16, ranks)).collect();
         let sources = ServiceSources { id: ServiceId(0), block_tokens, endpoints: endpoints.clone() };
         ingest.add_service(sources, writer).unwrap();
+        let streams = endpoints.iter().map(|endpoint| endpoint.ranks.len()).sum::<usize>();
+        until("all streams are open", || ingest.status().len() == streams);
         Gateway { ingest, reader: readers.reader(), endpoints, loads }
     }
 
@@ -198,7 +201,9 @@ impl Gateway {
         let Some(guard) = self.reader.enter() else { return Vec::new() };
         let mut walk = Walk::default();
         guard.advance(&mut walk, &[BlockKey(key)]);
-        walk.runs(&guard).map(|run| (run.endpoint.0, run.rank.0)).collect()
+        let mut holders: Vec<_> = walk.runs(&guard).map(|run| (run.endpoint.0, run.rank.0)).collect();
+        holders.sort_unstable();
+        holders
     }
 
     fn status(&self, endpoint: u16, rank: u8) -> StreamStatus {
@@ -573,7 +578,6 @@ fn a_full_stream_is_ingested_and_its_rate_printed() {
     const BLOCKS: u64 = 200_000;
     let mut engine = Engine::start(false);
     let gateway = Gateway::start(16, vec![vec![engine.source(0)]]);
-    engine.publisher.set_sndhwm(1_000_000).unwrap();
     gateway.meet(&mut engine, 0, 0);
     let first = engine.seq;
     for batch in 0..BLOCKS / 32 {
