@@ -198,7 +198,7 @@ impl Ingest {
     /// # Errors
     /// [`Error::Gone`]
     pub fn add_service(&self, sources: ServiceSources, inventory: Writer) -> Result<(), Error> {
-        self.tell(sources.id, Command::Add(sources, inventory))
+        self.tell(sources.id, Command::Add(sources, Box::new(inventory)))
     }
 
     /// Changes the sources of a service. An endpoint whose sources are the same stays undisturbed; of one that
@@ -271,5 +271,6 @@ fn spawn(number: usize, core: Option<usize>, worker: WorkerOptions) -> io::Resul
 }
 
 #[cfg(test)]
-#[path = "wire_tests.rs"]
+mod history_tests;
+#[cfg(test)]
 mod wire_tests;
