@@ -1,8 +1,8 @@
 //! KV event streams of the engines → inventories.
 //!
-//! An event's way: ZMQ frames ([`sockets`]) → sequence, gap, replay, restart ([`stream`]) → decoding ([`events`]) →
-//! copies per (rank, group, key) ([`copies`]) → operations on the service's inventory → published at the end of the
-//! cycle ([`worker`]).
+//! An event's way: ZMQ frames (`sockets`) → sequence, gap, replay, restart (`stream`) → decoding (`events`) →
+//! copies per (rank, group, key) (`copies`) → operations on the service's inventory → published at the end of the
+//! cycle (`worker`).
 //!
 //! **Invariant.** An ingest thread is the only writer of its services' inventories, and waits for nothing but its
 //! poller: not for readers (a refused publish is repeated), not for the control thread (commands are queued). The
