@@ -4,11 +4,11 @@ use proptest::prelude::*;
 
 use super::*;
 
-const BLOCK: u32 = 4;
+pub(in crate::ingest) const BLOCK: u32 = 4;
 
 /// Events in today's map form, built by hand.
 #[derive(Clone, Debug)]
-struct Wire(Vec<u8>);
+pub(in crate::ingest) struct Wire(Vec<u8>);
 
 fn text(bytes: &mut Vec<u8>, text: &str) {
     bytes.push(0xa0 | text.len() as u8);
@@ -53,7 +53,7 @@ fn store_of(stored: &[u64], parent: Option<u64>, group: u8, medium: &str, kind: 
     Wire(bytes)
 }
 
-fn store(stored: &[u64], parent: Option<u64>) -> Wire {
+pub(in crate::ingest) fn store(stored: &[u64], parent: Option<u64>) -> Wire {
     store_of(stored, parent, 0, "GPU", "full_attention", BLOCK)
 }
 
@@ -70,16 +70,22 @@ fn remove_of(removed: &[u64], group: u8, medium: &str) -> Wire {
     Wire(bytes)
 }
 
-fn remove(removed: &[u64]) -> Wire {
+pub(in crate::ingest) fn remove(removed: &[u64]) -> Wire {
     remove_of(removed, 0, "GPU")
 }
 
-fn cleared() -> Wire {
+pub(in crate::ingest) fn cleared() -> Wire {
     Wire(b"\x81\xa4type\xb0AllBlocksCleared".to_vec())
 }
 
 fn batch(events: &[Wire]) -> Vec<u8> {
-    let mut bytes = vec![0x93, 0x01, 0x90 | events.len() as u8];
+    batch_at(0, events)
+}
+
+pub(in crate::ingest) fn batch_at(clock: u64, events: &[Wire]) -> Vec<u8> {
+    let mut bytes = vec![0x93, 0xcb];
+    bytes.extend_from_slice(&(clock as f64).to_be_bytes());
+    bytes.push(0x90 | events.len() as u8);
     events.iter().for_each(|event| bytes.extend_from_slice(&event.0));
     bytes.push(0);
     bytes

@@ -65,6 +65,9 @@ fn cleared() -> Vec<u8> {
     b"\x91\xb0AllBlocksCleared".to_vec()
 }
 
+/// The batches an engine can send again.
+type Ring = Vec<(u64, Vec<u8>)>;
+
 /// An engine's event sockets.
 struct Engine {
     publisher: zmq::Socket,
@@ -75,7 +78,7 @@ struct Engine {
     topic_in_replies: bool,
     seq: u64,
     clock: u64,
-    ring: Vec<(u64, Vec<u8>)>,
+    ring: Ring,
     context: zmq::Context,
 }
 
@@ -144,7 +147,7 @@ impl Engine {
     }
 
     /// Dies and gives up its ports; what comes back is given the same addresses.
-    fn kill(self) -> (String, Option<String>, Vec<(u64, Vec<u8>)>) {
+    fn kill(self) -> (String, Option<String>, Ring) {
         let Engine { publisher, replay, mut context, address, replay_address, ring, .. } = self;
         drop((publisher, replay));
         context.destroy().unwrap();
@@ -384,9 +387,9 @@ fn one_ranks_clear_hides_no_other_ranks_block() {
 fn changed_sources_are_read_anew_and_the_same_ones_undisturbed() {
     let mut engines = [Engine::start(false), Engine::start(false), Engine::start(false)];
     let mut gateway = Gateway::start(4, vec![vec![engines[0].source(0)], vec![engines[1].source(0)]]);
-    for place in 0..2 {
-        gateway.meet(&mut engines[place], place as u16, 0);
-        engines[place].send(&[stored(&[1, 20 + place as u64])]);
+    for (place, engine) in engines.iter_mut().enumerate().take(2) {
+        gateway.meet(engine, place as u16, 0);
+        engine.send(&[stored(&[1, 20 + place as u64])]);
         until("stored", || gateway.holds(place as u16, &[1, 20 + place as u64]));
     }
     // Endpoint 0 moves, endpoint 1 stays.

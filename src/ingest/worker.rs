@@ -36,7 +36,7 @@ const PENDING_MAX: usize = 1 << 18;
 
 /// What the control thread wants.
 pub(crate) enum Command {
-    Add(ServiceSources, Writer),
+    Add(ServiceSources, Box<Writer>),
     Update(ServiceSources),
     Remove(ServiceId),
     Stop,
@@ -252,7 +252,7 @@ impl Worker {
             Command::Add(sources, writer) => {
                 let (id, block_tokens) = (sources.id, sources.block_tokens);
                 self.remove(id);
-                self.services.insert(id, Service::new(block_tokens, writer));
+                self.services.insert(id, Service::new(block_tokens, *writer));
                 self.update(sources);
             }
             Command::Update(sources) => self.update(sources),
