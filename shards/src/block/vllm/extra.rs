@@ -1,0 +1,224 @@
+//! What beyond its tokens makes a block of its own: adapter, images, salt, prompt embeddings (contract vLLM §1.6).
+//!
+//! Which blocks carry which key, and in which form, changed with the releases ([`Tagging`]). The order never did:
+//! LoRA, multimodal items by offset, cache salt, prompt embeddings.
+
+use sha2::{Digest as _, Sha256};
+
+use crate::block::emit::Emit;
+use crate::block::prompt_extras::{ContractError, EmbedRows, MmItem, PromptExtras};
+use crate::block::release::Release;
+
+/// The form of extra keys in the hash. Events publish them without tags in every release.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Tagging {
+    /// Before 0.11.1: an adapter is its integer id, an image its identifier.
+    LoraId,
+    /// 0.11.1 to 0.16: an adapter is its name; prompt embeddings are their raw bytes, which no gateway has.
+    LoraName,
+    /// 0.17 and 0.18: prompt embeddings are a digest.
+    EmbedsDigest,
+    /// 0.19 to 0.30: an image is its identifier and its offset from the block's start.
+    MmOffset,
+    /// Since 0.31: every key is a tuple that begins with its kind, and an adapter's path is hashed with its name.
+    Tagged,
+}
+
+impl Tagging {
+    /// Every form, the newest first.
+    pub const ALL: [Tagging; 5] =
+        [Tagging::Tagged, Tagging::MmOffset, Tagging::EmbedsDigest, Tagging::LoraName, Tagging::LoraId];
+
+    /// The form a release uses.
+    #[must_use]
+    pub fn of(release: Release) -> Self {
+        let since = |minor, patch| release >= Release::new(0, minor, patch);
+        match () {
+            () if since(31, 0) => Tagging::Tagged,
+            () if since(19, 0) => Tagging::MmOffset,
+            () if since(17, 0) => Tagging::EmbedsDigest,
+            () if since(11, 1) => Tagging::LoraName,
+            () => Tagging::LoraId,
+        }
+    }
+}
+
+/// One extra key of one block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ExtraKey<'a> {
+    /// An adapter by the id that its server gave it ([`Tagging::LoraId`]).
+    LoraId(u64),
+    /// An adapter by name; the path is the literal one it was loaded from, and enters only when tagged.
+    Lora {
+        /// Name the request asks for.
+        name: &'a str,
+        /// `root` of the adapter's card in `/v1/models`.
+        path: &'a str,
+    },
+    /// An image, video or sound that overlaps the block.
+    Mm {
+        /// The engine's identifier of the item.
+        identifier: &'a str,
+        /// First token of the item, counted from the block's start: negative when it began in an earlier block.
+        offset: i64,
+    },
+    /// The request's `cache_salt`.
+    CacheSalt(&'a str),
+    /// SHA-256 of the block's rows of prompt embeddings.
+    PromptEmbeds([u8; 32]),
+}
+
+impl ExtraKey<'_> {
+    fn write(&self, tagging: Tagging, out: &mut dyn Emit) {
+        let tagged = tagging == Tagging::Tagged;
+        let begin = |out: &mut dyn Emit, tag: &'static str, len| {
+            if tagged {
+                out.open(len);
+                out.tag(tag);
+            }
+        };
+        let end = |out: &mut dyn Emit, len| {
+            if tagged {
+                out.close(len);
+            }
+        };
+        match self {
+            ExtraKey::LoraId(id) => out.uint(*id),
+            ExtraKey::Lora { name, path } => {
+                begin(out, "lora", 3);
+                out.text(name);
+                if tagged {
+                    out.text(path);
+                }
+                end(out, 3);
+            }
+            ExtraKey::Mm { identifier, offset } if tagging >= Tagging::MmOffset => {
+                let len = 2 + usize::from(tagged);
+                out.open(len);
+                if tagged {
+                    out.tag("mm");
+                }
+                out.text(identifier);
+                out.int(*offset);
+                out.close(len);
+            }
+            ExtraKey::Mm { identifier, .. } => out.text(identifier),
+            ExtraKey::CacheSalt(salt) => {
+                begin(out, "cache_salt", 2);
+                out.text(salt);
+                end(out, 2);
+            }
+            ExtraKey::PromptEmbeds(digest) => {
+                begin(out, "prompt_embeds", 2);
+                out.bytes(digest);
+                end(out, 2);
+            }
+        }
+    }
+}
+
+/// The third element of a block's tuple.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockExtras<'a> {
+    /// Form of the keys.
+    pub tagging: Tagging,
+    /// The block's keys, in the order of their enum.
+    pub keys: &'a [ExtraKey<'a>],
+    /// The tokens that follow the block, where the engine speculates with EAGLE or MTP (since 0.33): as many as it
+    /// looks ahead, else none.
+    pub lookahead: &'a [u32],
+}
+
+impl BlockExtras<'_> {
+    /// A block of nothing but its tokens.
+    pub const NONE: BlockExtras<'static> = BlockExtras { tagging: Tagging::Tagged, keys: &[], lookahead: &[] };
+
+    /// Whether the block is nothing but its tokens.
+    pub(super) fn is_none(&self) -> bool {
+        self.keys.is_empty() && self.lookahead.is_empty()
+    }
+
+    pub(super) fn write(&self, out: &mut dyn Emit) {
+        if self.lookahead.is_empty() {
+            return self.write_keys(out);
+        }
+        let len = 1 + self.lookahead.len();
+        out.open(len);
+        self.write_keys(out);
+        for &token in self.lookahead {
+            out.int(token.into());
+        }
+        out.close(len);
+    }
+
+    fn write_keys(&self, out: &mut dyn Emit) {
+        if self.keys.is_empty() {
+            return out.none();
+        }
+        out.open(self.keys.len());
+        for key in self.keys {
+            key.write(self.tagging, out);
+        }
+        out.close(self.keys.len());
+    }
+}
+
+/// A prompt's extras in the form of one release, from which each block's keys follow.
+#[derive(Clone, Debug)]
+pub(in crate::block) struct Extras {
+    pub(in crate::block) tagging: Tagging,
+    lora: Option<Lora>,
+    /// Sorted by offset.
+    mm: Vec<MmItem>,
+    salt: Option<String>,
+    embeds: Option<EmbedRows>,
+}
+
+#[derive(Clone, Debug)]
+enum Lora {
+    Id(u64),
+    Named { name: String, path: String },
+}
+
+impl Extras {
+    /// # Errors
+    /// What the release hashes and the prompt's extras do not say.
+    pub(in crate::block) fn new(tagging: Tagging, extras: &PromptExtras) -> Result<Self, ContractError> {
+        let lora = extras.lora.as_ref().map(|lora| match tagging {
+            Tagging::LoraId => lora.id.map(Lora::Id).ok_or(ContractError::LoraId { name: lora.name.clone() }),
+            Tagging::Tagged => match &lora.path {
+                Some(path) => Ok(Lora::Named { name: lora.name.clone(), path: path.clone() }),
+                None => Err(ContractError::LoraPath { name: lora.name.clone() }),
+            },
+            _ => Ok(Lora::Named { name: lora.name.clone(), path: String::new() }),
+        });
+        if extras.embeds.is_some() && tagging < Tagging::EmbedsDigest {
+            return Err(ContractError::RawEmbeds);
+        }
+        let mut mm = extras.mm.clone();
+        mm.sort_by_key(|item| item.offset);
+        Ok(Extras { tagging, lora: lora.transpose()?, mm, salt: extras.salt().cloned(), embeds: extras.embeds.clone() })
+    }
+
+    /// The keys of the block over tokens `[start, end)`.
+    pub(in crate::block) fn keys(&self, start: u64, end: u64) -> Vec<ExtraKey<'_>> {
+        let lora = self.lora.iter().map(|lora| match lora {
+            Lora::Id(id) => ExtraKey::LoraId(*id),
+            Lora::Named { name, path } => ExtraKey::Lora { name, path },
+        });
+        let overlapping = self.mm.iter().filter(|item| {
+            let first = u64::from(item.offset);
+            end > first && start < first + u64::from(item.length)
+        });
+        let mm = overlapping.map(|item| ExtraKey::Mm {
+            identifier: &item.identifier,
+            offset: i64::from(item.offset) - start as i64,
+        });
+        let salt = self.salt.iter().filter(|_| start == 0).map(|salt| ExtraKey::CacheSalt(salt));
+        let embeds = self.embeds.iter().map(|rows| {
+            let row = |token: u64| rows.bytes.len().min(token as usize * rows.row_bytes);
+            ExtraKey::PromptEmbeds(Sha256::digest(&rows.bytes[row(start)..row(end)]).into())
+        });
+        lora.chain(mm).chain(salt).chain(embeds).collect()
+    }
+}
