@@ -29,6 +29,8 @@ mod release;
 pub mod sglang;
 mod stream;
 pub mod trtllm;
+#[cfg(test)]
+mod vectors;
 pub mod vllm;
 
 pub use pages::PageChain;

@@ -18,7 +18,10 @@ pub struct PageChain(Option<Digest>);
 
 impl PageChain {
     /// A chain before its first page, with nothing prepended.
-    pub const ROOT: PageChain = PageChain(None);
+    #[must_use]
+    pub fn root() -> Self {
+        PageChain(None)
+    }
 
     /// A chain that goes on after a digest: a salt's seed, a root, or a page's.
     #[must_use]
@@ -121,7 +124,7 @@ mod tests {
             let wide_bytes = |tokens: &[u64]| {
                 std::iter::once(0xff).chain(tokens.iter().flat_map(|t| t.to_le_bytes())).collect::<Vec<u8>>()
             };
-            for start in [PageChain::ROOT, PageChain::after([7; 32])] {
+            for start in [PageChain::root(), PageChain::after([7; 32])] {
                 let check = |push: &dyn Fn(&mut PageChain) -> BlockKey, page: Vec<u8>| {
                     let mut chain = start;
                     let key = push(&mut chain);

@@ -209,3 +209,160 @@ impl Emit for Pickle<'_> {
         self.memoize();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::digest::{Digest, Function};
+    use crate::block::vectors::hex;
+
+    fn pickled(write: impl Fn(&mut Pickle<'_>)) -> Vec<u8> {
+        let mut out = Vec::new();
+        let mut pickle = Pickle::begin(&mut out);
+        write(&mut pickle);
+        pickle.finish();
+        out
+    }
+
+    fn parent() -> Vec<u8> {
+        (0..32).collect()
+    }
+
+    /// `(parent, tokens, None)`.
+    fn block(tokens: &[u32]) -> Vec<u8> {
+        pickled(|out| {
+            out.open(3);
+            out.bytes(&parent());
+            out.open(tokens.len());
+            tokens.iter().for_each(|&token| out.int(token.into()));
+            out.close(tokens.len());
+            out.none();
+            out.close(3);
+        })
+    }
+
+    /// What CPython 3.11's `pickle.dumps(value, protocol=5)` printed, after the two bytes of the protocol.
+    #[test]
+    fn integers_are_cpythons_at_every_edge() {
+        let check = |value: i64, expected| {
+            assert_eq!(hex(&pickled(|out| out.int(value))[2..]), expected, "{value}");
+        };
+        check(0, "4b002e");
+        check(255, "4bff2e");
+        check(256, "9504000000000000004d00012e");
+        check(65_535, "9504000000000000004dffff2e");
+        check(65_536, "9506000000000000004a000001002e");
+        check(-1, "9506000000000000004affffffff2e");
+        check(i32::MIN.into(), "9506000000000000004a000000802e");
+        check(i32::MAX.into(), "9506000000000000004affffff7f2e");
+        check(1 << 31, "9508000000000000008a0500000080002e");
+        check(u32::MAX.into(), "9508000000000000008a05ffffffff002e");
+        check(i64::from(i32::MIN) - 1, "9508000000000000008a05ffffff7fff2e");
+        check((1 << 39) - 1, "9508000000000000008a05ffffffff7f2e");
+        check(1 << 39, "9509000000000000008a060000000080002e");
+        check(-(1 << 39), "9508000000000000008a0500000000802e");
+        check(-(1 << 39) - 1, "9509000000000000008a06ffffffff7fff2e");
+        check(i64::MAX, "950b000000000000008a08ffffffffffffff7f2e");
+        check(i64::MIN, "950b000000000000008a0800000000000000802e");
+        let unsigned = |value| hex(&pickled(|out| out.uint(value))[2..]);
+        assert_eq!(unsigned(7), "4b072e");
+        assert_eq!(unsigned(1 << 63), "950c000000000000008a090000000000000080002e");
+        assert_eq!(unsigned(u64::MAX), "950c000000000000008a09ffffffffffffffff002e");
+    }
+
+    #[test]
+    fn equal_texts_of_one_latin_1_character_are_one_object_and_no_others_are() {
+        let tuple = |texts: &[&str]| {
+            hex(&pickled(|out| {
+                out.open(texts.len());
+                texts.iter().for_each(|text| out.text(text));
+                out.close(texts.len());
+            }))
+        };
+        assert_eq!(tuple(&["a", "a", "ab", "ab"]), "8005951400000000000000288c01619468008c026162948c0261629474942e");
+        assert_eq!(tuple(&["é", "é"]), "8005950a000000000000008c02c3a994680086942e");
+        assert_eq!(tuple(&["Ā", "Ā"]), "8005950d000000000000008c02c480948c02c4809486942e");
+        assert_eq!(tuple(&["", ""]), "80059508000000000000008c0094680086942e");
+    }
+
+    #[test]
+    fn literals_are_one_object_also_beyond_256_memo_numbers() {
+        let pickle = pickled(|out| {
+            out.open(3);
+            out.bytes(&parent());
+            out.open(2);
+            out.int(1);
+            out.int(2);
+            out.close(2);
+            out.open(201);
+            for item in 0..200 {
+                out.open(3);
+                out.tag("mm");
+                out.text(&format!("id{item:03}"));
+                out.int(item);
+                out.close(3);
+            }
+            out.open(1);
+            out.text("x");
+            out.close(1);
+            out.close(201);
+            out.close(3);
+        });
+        check(&pickle, 2_867, "0219063c8587b5de5b6da5a71423224ab3e2d5f4e4fa75e9971853c471a4e5de");
+        // The same with the parent's memo number taken by a literal: references of more than one byte.
+        let far = pickled(|out| {
+            (0..300).for_each(|item| out.text(&format!("text {item}")));
+            out.tag("mm");
+            out.tag("mm");
+        });
+        assert!(far.ends_with(&[0x8c, 2, b'm', b'm', MEMOIZE, b'j', 44, 1, 0, 0, STOP]), "{}", hex(&far));
+    }
+
+    /// Length and SHA-256 that CPython 3.11 printed.
+    fn check(pickle: &[u8], length: usize, digest: &str) {
+        assert_eq!(pickle.len(), length);
+        assert_eq!(hex(Digest::of(Function::Sha256, pickle).as_bytes()), digest, "{length} bytes");
+    }
+
+    #[test]
+    fn texts_of_every_length_are_cpythons() {
+        let text = |length| {
+            pickled(|out| {
+                out.open(3);
+                out.bytes(&parent());
+                out.open(2);
+                out.int(1);
+                out.int(2);
+                out.close(2);
+                out.open(2);
+                out.text(&"s".repeat(length));
+                out.text("q");
+                out.close(2);
+                out.close(3);
+            })
+        };
+        check(&text(255), 319, "c366778af239aac2aebe17426a9b9ff8b5b510bdac6e72ac84432a7bdbbd4133");
+        check(&text(256), 323, "c5cfaff5eb29ea2f0604b8f45f956d567d4d6ddba81dd5ac1f8455c664dbc86b");
+        check(&text(65_535), 65_611, "1cfe29d9cf33f040cb05f17623b3071ff85fd205e8a75fa3cf080338b978f0ea");
+        check(&text(65_536), 65_612, "b2157c093e149d83a776a4fbc30c86a9f4cd6ff77d49dab1b56f4ea585cf57b8");
+        check(&text(70_000), 70_076, "ede60f699273d9b4bda20fdab99130581c5ccb768360366f37212bff4a56b9d4");
+    }
+
+    #[test]
+    fn blocks_longer_than_a_frame_are_cpythons() {
+        let mixed = |size: u32| {
+            let tokens: Vec<u32> = (0..size).map(|i| i.wrapping_mul(2_654_435_761) >> (i % 29)).collect();
+            block(&tokens)
+        };
+        check(&mixed(13_107), 50_588, "9b0a04698644c0ac6ba65b66f86ed50afe9ee352b40e11914120c8031c1b553a");
+        check(&mixed(20_000), 77_272, "36fbf0433d8dd7eca509be309def234d54e6e5712d0dc8394297351e3d25543c");
+        check(&mixed(70_000), 270_420, "a4d91fe925b755cbcddfa6199f81024235149e67d4ec8cdb787ec89957480506");
+        // Where a frame ends just before the tokens' end: the last one is short.
+        let small = |size| block(&vec![5; size]);
+        check(&small(32_743), 65_539, "d965cfb527d9022ffcce57679e5c3c62174a401fa6779dcccbf4db95b264aafd");
+        check(&small(32_748), 65_549, "e21cfd5b101216b3872d29bdcc084f528945aae848e82db67b4e58612e526524");
+        check(&small(32_749), 65_560, "c389ed633d9a6c87231db0359e51acec59693b447d0913da53d669d3c9d92a49");
+        check(&small(32_751), 65_564, "ec36c0a5a8d2ac1bfad582f68edd42ae20df00aaa3888b63b8919cec926a0c17");
+        check(&small(32_753), 65_568, "06655c49e9ccbd2060c6d396605f33daadad784538469b898cfefd1d359cfc30");
+    }
+}

@@ -54,7 +54,7 @@ impl Contract {
     pub(super) fn chain(&self, extras: &PromptExtras) -> PageChain {
         match extras.salt().filter(|_| self.salted) {
             Some(salt) => PageChain::after(salt_seed(salt)),
-            None => PageChain::ROOT,
+            None => PageChain::root(),
         }
     }
 
@@ -158,9 +158,8 @@ fn cpython_tuple(items: impl ExactSizeIterator<Item = u64>) -> u64 {
     const PRIME_2: u64 = 14_029_467_366_897_019_727;
     const PRIME_5: u64 = 2_870_177_450_012_600_261;
     let length = items.len() as u64;
-    let mixed = items.fold(PRIME_5, |acc, hash| {
-        acc.wrapping_add(hash.wrapping_mul(PRIME_2)).rotate_left(31).wrapping_mul(PRIME_1)
-    });
+    let mixed = items
+        .fold(PRIME_5, |acc, hash| acc.wrapping_add(hash.wrapping_mul(PRIME_2)).rotate_left(31).wrapping_mul(PRIME_1));
     match mixed.wrapping_add(length ^ (PRIME_5 ^ 3_527_539)) {
         // All ones would be Python's sign of an error.
         u64::MAX => 1_546_275_796,

@@ -71,7 +71,7 @@ impl KeyStream {
             Contract::TrtllmTokens => {
                 no_items(extras)?;
                 match (&extras.lora, extras.salt()) {
-                    (None, None) => (State::TrtllmTokens(PageChain::ROOT), 0),
+                    (None, None) => (State::TrtllmTokens(PageChain::root()), 0),
                     (Some(_), _) => return Err(ContractError::Unkeyed { what: "LoRA adapter" }),
                     (None, Some(_)) => return Err(ContractError::Unkeyed { what: "cache salt" }),
                 }
@@ -148,6 +148,128 @@ impl State {
                 *parent = block.key();
                 BlockKey(*parent)
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::block::vllm::Algorithm;
+    use crate::block::{Lora, Release};
+
+    /// All keys of a prompt that comes in pieces of the given lengths, over and over.
+    fn keys(contract: &Contract, extras: &PromptExtras, size: u32, tokens: &[u32], pieces: &[usize]) -> Vec<BlockKey> {
+        let size = NonZeroU32::new(size).expect("at least 1");
+        let mut stream = KeyStream::new(contract, extras, size).expect("the contract keys these extras");
+        let (mut keys, mut rest) = (Vec::new(), tokens);
+        for piece in pieces.iter().cycle() {
+            let (mut now, later) = rest.split_at(rest.len().min(*piece));
+            rest = later;
+            keys.extend(std::iter::from_fn(|| stream.next_key(&mut now)));
+            assert!(now.is_empty(), "all is taken before more is asked for");
+            if rest.is_empty() {
+                break;
+            }
+        }
+        let window = size.get() as usize + stream.ahead;
+        assert!(stream.tail_tokens() < window);
+        assert_eq!(stream.tail_tokens() + keys.len() * size.get() as usize, tokens.len(), "no token is lost");
+        keys
+    }
+
+    fn contracts() -> impl Strategy<Value = (Contract, PromptExtras)> {
+        let vllm = (0..5usize, 0..5usize, 0..4u8).prop_map(|(algorithm, tagging, lookahead)| Contract::Vllm {
+            none_hash: NoneHash::from_seed(Algorithm::ALL[algorithm], "0"),
+            tagging: Tagging::ALL[tagging],
+            lookahead,
+        });
+        let sglang = (any::<bool>(), any::<bool>()).prop_map(|(bigrams, dynamo)| {
+            let format = if dynamo { sglang::EventFormat::Dynamo } else { sglang::EventFormat::Default };
+            Contract::Sglang(sglang::Contract::new(Release::new(0, 5, 23), bigrams, format).expect("a chain"))
+        });
+        let trtllm = prop_oneof![Just(Contract::TrtllmTokens), Just(Contract::TrtllmV1)];
+        (prop_oneof![vllm, sglang, trtllm], any::<bool>(), any::<bool>()).prop_map(|(contract, salted, adapted)| {
+            let lora = Lora { name: "sql".into(), path: Some("/sql".into()), id: Some(3) };
+            let adapted = adapted && matches!(contract, Contract::Vllm { .. } | Contract::TrtllmV1);
+            let salted = salted && contract != Contract::TrtllmTokens;
+            let cache_salt = salted.then(|| "s3cr3t".to_owned());
+            (contract, PromptExtras { lora: adapted.then_some(lora), cache_salt, ..PromptExtras::default() })
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn it_never_matters_how_a_stream_of_tokens_is_cut(
+            (contract, extras) in contracts(),
+            size in 1..20u32,
+            tokens in proptest::collection::vec(any::<u32>(), 0..120),
+            pieces in proptest::collection::vec(1..50usize, 1..6),
+        ) {
+            let whole = keys(&contract, &extras, size, &tokens, &[usize::MAX]);
+            prop_assert_eq!(&keys(&contract, &extras, size, &tokens, &pieces), &whole);
+            prop_assert_eq!(&keys(&contract, &extras, size, &tokens, &[1]), &whole);
+            // A prefix has the keys of its blocks, whatever follows.
+            let half = &tokens[..tokens.len() / 2];
+            let prefix = keys(&contract, &extras, size, half, &pieces);
+            prop_assert_eq!(&whole[..prefix.len()], &prefix[..]);
+        }
+
+        #[test]
+        fn a_token_changes_the_key_of_its_block_and_of_all_that_follow(
+            (contract, extras) in contracts(),
+            size in 1..8u32,
+            tokens in proptest::collection::vec(any::<u32>(), 40),
+            place in 0..40usize,
+        ) {
+            let mut other = tokens.clone();
+            other[place] ^= 1;
+            let [left, right] = [&tokens, &other].map(|tokens| keys(&contract, &extras, size, tokens, &[usize::MAX]));
+            for (index, (left, right)) in left.iter().zip(&right).enumerate() {
+                let ends = (index + 1) * size as usize;
+                if place < ends {
+                    prop_assert_ne!(left, right);
+                } else if !matches!(contract, Contract::Vllm { lookahead: 1.., .. } | Contract::Sglang(_)) {
+                    prop_assert_eq!(left, right);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_waits_for_the_tokens_that_its_hash_looks_ahead_to() {
+        let none_hash = NoneHash::from_seed(Algorithm::Sha256, "0");
+        let ahead = |lookahead| Contract::Vllm { none_hash, tagging: Tagging::Tagged, lookahead };
+        let count = |contract: &Contract, tokens: u32| {
+            let tokens: Vec<u32> = (0..tokens).collect();
+            keys(contract, &PromptExtras::default(), 16, &tokens, &[5]).len()
+        };
+        assert_eq!([31, 32, 33].map(|tokens| count(&ahead(0), tokens)), [1, 2, 2]);
+        assert_eq!([32, 33, 34].map(|tokens| count(&ahead(1), tokens)), [1, 2, 2]);
+        assert_eq!([33, 34, 35].map(|tokens| count(&ahead(2), tokens)), [1, 2, 2]);
+        let eagle = sglang::Contract::new(Release::new(0, 5, 7), true, sglang::EventFormat::Default);
+        let eagle = Contract::Sglang(eagle.expect("a chain"));
+        assert_eq!([32, 33, 34].map(|tokens| count(&eagle, tokens)), [1, 2, 2]);
+        assert_eq!(count(&Contract::TrtllmTokens, 32), 2);
+    }
+
+    #[test]
+    fn what_a_request_says_makes_keys_of_its_own() {
+        let tokens: Vec<u32> = (0..32).collect();
+        let none_hash = NoneHash::from_seed(Algorithm::XxhashCbor, "0");
+        let contract = Contract::Vllm { none_hash, tagging: Tagging::MmOffset, lookahead: 0 };
+        let lora = Lora { name: "sql".into(), path: None, id: None };
+        let plain = PromptExtras::default();
+        let salted = PromptExtras { cache_salt: Some("s".into()), ..plain.clone() };
+        let adapted = PromptExtras { lora: Some(lora), ..plain.clone() };
+        let of = |extras| keys(&contract, extras, 16, &tokens, &[usize::MAX]);
+        let all = [of(&plain), of(&salted), of(&adapted)];
+        for block in 0..2 {
+            assert_ne!(all[0][block], all[1][block]);
+            assert_ne!(all[0][block], all[2][block]);
+            assert_ne!(all[1][block], all[2][block]);
         }
     }
 }

@@ -210,15 +210,88 @@ impl Extras {
             let first = u64::from(item.offset);
             end > first && start < first + u64::from(item.length)
         });
-        let mm = overlapping.map(|item| ExtraKey::Mm {
-            identifier: &item.identifier,
-            offset: i64::from(item.offset) - start as i64,
-        });
+        let mm = overlapping
+            .map(|item| ExtraKey::Mm { identifier: &item.identifier, offset: i64::from(item.offset) - start as i64 });
         let salt = self.salt.iter().filter(|_| start == 0).map(|salt| ExtraKey::CacheSalt(salt));
         let embeds = self.embeds.iter().map(|rows| {
-            let row = |token: u64| rows.bytes.len().min(token as usize * rows.row_bytes);
+            let row = |token: u64| rows.bytes.len().min((token as usize).saturating_mul(rows.row_bytes));
             ExtraKey::PromptEmbeds(Sha256::digest(&rows.bytes[row(start)..row(end)]).into())
         });
         lora.chain(mm).chain(salt).chain(embeds).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::Lora as Adapter;
+
+    fn adapter(path: Option<&str>, id: Option<u64>) -> PromptExtras {
+        let lora = Adapter { name: "sql".into(), path: path.map(str::to_owned), id };
+        PromptExtras { lora: Some(lora), ..PromptExtras::default() }
+    }
+
+    #[test]
+    fn releases_change_the_form_where_the_contract_says() {
+        let check = |minor, patch, expected| {
+            assert_eq!(Tagging::of(Release::new(0, minor, patch)), expected, "0.{minor}.{patch}");
+        };
+        check(10, 2, Tagging::LoraId);
+        check(11, 0, Tagging::LoraId);
+        check(11, 1, Tagging::LoraName);
+        check(16, 0, Tagging::LoraName);
+        check(17, 0, Tagging::EmbedsDigest);
+        check(18, 1, Tagging::EmbedsDigest);
+        check(19, 0, Tagging::MmOffset);
+        check(30, 2, Tagging::MmOffset);
+        check(31, 0, Tagging::Tagged);
+        assert_eq!(Tagging::of(Release::new(1, 0, 0)), Tagging::Tagged);
+    }
+
+    #[test]
+    fn an_adapter_is_refused_where_what_its_release_hashes_is_not_known() {
+        let name = || "sql".to_owned();
+        let refused = |tagging, extras: &PromptExtras| Extras::new(tagging, extras).err();
+        let check =
+            |tagging, path, id, expected| assert_eq!(refused(tagging, &adapter(path, id)), expected, "{tagging:?}");
+        check(Tagging::Tagged, None, Some(1), Some(ContractError::LoraPath { name: name() }));
+        check(Tagging::Tagged, Some("/sql"), None, None);
+        check(Tagging::MmOffset, None, None, None);
+        check(Tagging::LoraName, None, None, None);
+        check(Tagging::LoraId, Some("/sql"), None, Some(ContractError::LoraId { name: name() }));
+        check(Tagging::LoraId, None, Some(1), None);
+        let text = ContractError::LoraPath { name: name() }.to_string();
+        assert!(text.contains("\"sql\"") && text.contains("/v1/models"), "{text}");
+    }
+
+    #[test]
+    fn raw_embeddings_are_refused_where_a_release_hashes_them() {
+        let embeds = Some(EmbedRows { bytes: vec![0; 8], row_bytes: 4 });
+        let extras = PromptExtras { embeds, ..PromptExtras::default() };
+        assert_eq!(Extras::new(Tagging::LoraName, &extras).err(), Some(ContractError::RawEmbeds));
+        let extras = Extras::new(Tagging::EmbedsDigest, &extras).expect("a digest");
+        // Past the rows' end nothing is left to digest, and nothing breaks.
+        assert_eq!(extras.keys(u64::MAX - 2, u64::MAX), [ExtraKey::PromptEmbeds(Sha256::digest([]).into())]);
+    }
+
+    #[test]
+    fn items_overlap_blocks_by_tokens_and_come_in_order_of_offset() {
+        let item = |identifier: &str, offset, length| MmItem { identifier: identifier.into(), offset, length };
+        let mm = vec![item("b", 6, 2), item("a", 2, 3), item("c", u32::MAX, u32::MAX)];
+        let extras = PromptExtras { mm, cache_salt: Some("s".into()), ..PromptExtras::default() };
+        let extras = Extras::new(Tagging::Tagged, &extras).expect("no adapter");
+        let mm = |identifier, offset| ExtraKey::Mm { identifier, offset };
+        assert_eq!(extras.keys(0, 2), [ExtraKey::CacheSalt("s")], "an item that begins at the block's end is outside");
+        assert_eq!(extras.keys(2, 4), [mm("a", 0)]);
+        assert_eq!(extras.keys(4, 8), [mm("a", -2), mm("b", 2)]);
+        assert_eq!(extras.keys(5, 6), [], "an item that ends at the block's start is outside");
+        let end = u64::from(u32::MAX) + 1;
+        assert_eq!(extras.keys(end, end + 4), [mm("c", -1)]);
+    }
+
+    #[test]
+    fn an_empty_salt_is_none() {
+        let extras = PromptExtras { cache_salt: Some(String::new()), ..PromptExtras::default() };
+        assert_eq!(Extras::new(Tagging::Tagged, &extras).expect("nothing").keys(0, 16), []);
     }
 }

@@ -52,13 +52,8 @@ pub enum Algorithm {
 
 impl Algorithm {
     /// Every algorithm, the likeliest first: the order in which live keys are tried.
-    pub const ALL: [Algorithm; 5] = [
-        Algorithm::Sha256Cbor,
-        Algorithm::Sha256,
-        Algorithm::XxhashCbor,
-        Algorithm::Xxhash,
-        Algorithm::Sha256Cbor64,
-    ];
+    pub const ALL: [Algorithm; 5] =
+        [Algorithm::Sha256Cbor, Algorithm::Sha256, Algorithm::XxhashCbor, Algorithm::Xxhash, Algorithm::Sha256Cbor64];
 
     /// The engine's name of it.
     #[must_use]
