@@ -20,3 +20,15 @@ pub(super) trait Emit {
     /// Ends a tuple of `len` elements.
     fn close(&mut self, len: usize);
 }
+
+/// Something that is serialised: what it is made of, in order.
+pub(super) trait Value {
+    /// Gives the parts to `out`.
+    fn write(&self, out: &mut impl Emit);
+}
+
+impl Value for &str {
+    fn write(&self, out: &mut impl Emit) {
+        out.text(self);
+    }
+}

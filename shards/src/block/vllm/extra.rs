@@ -5,7 +5,7 @@
 
 use sha2::{Digest as _, Sha256};
 
-use crate::block::emit::Emit;
+use crate::block::emit::{Emit, Value};
 use crate::block::prompt_extras::{ContractError, EmbedRows, MmItem, PromptExtras};
 use crate::block::release::Release;
 
@@ -69,50 +69,51 @@ pub enum ExtraKey<'a> {
 }
 
 impl ExtraKey<'_> {
-    fn write(&self, tagging: Tagging, out: &mut dyn Emit) {
-        let tagged = tagging == Tagging::Tagged;
-        let begin = |out: &mut dyn Emit, tag: &'static str, len| {
-            if tagged {
-                out.open(len);
-                out.tag(tag);
-            }
-        };
-        let end = |out: &mut dyn Emit, len| {
-            if tagged {
-                out.close(len);
-            }
-        };
+    fn write_tagged(&self, out: &mut impl Emit) {
         match self {
             ExtraKey::LoraId(id) => out.uint(*id),
             ExtraKey::Lora { name, path } => {
-                begin(out, "lora", 3);
+                out.open(3);
+                out.tag("lora");
                 out.text(name);
-                if tagged {
-                    out.text(path);
-                }
-                end(out, 3);
+                out.text(path);
+                out.close(3);
             }
-            ExtraKey::Mm { identifier, offset } if tagging >= Tagging::MmOffset => {
-                let len = 2 + usize::from(tagged);
-                out.open(len);
-                if tagged {
-                    out.tag("mm");
-                }
+            ExtraKey::Mm { identifier, offset } => {
+                out.open(3);
+                out.tag("mm");
                 out.text(identifier);
                 out.int(*offset);
-                out.close(len);
+                out.close(3);
             }
-            ExtraKey::Mm { identifier, .. } => out.text(identifier),
             ExtraKey::CacheSalt(salt) => {
-                begin(out, "cache_salt", 2);
+                out.open(2);
+                out.tag("cache_salt");
                 out.text(salt);
-                end(out, 2);
+                out.close(2);
             }
             ExtraKey::PromptEmbeds(digest) => {
-                begin(out, "prompt_embeds", 2);
+                out.open(2);
+                out.tag("prompt_embeds");
                 out.bytes(digest);
-                end(out, 2);
+                out.close(2);
             }
+        }
+    }
+
+    fn write_bare(&self, tagging: Tagging, out: &mut impl Emit) {
+        match self {
+            ExtraKey::LoraId(id) => out.uint(*id),
+            ExtraKey::Lora { name, .. } => out.text(name),
+            ExtraKey::Mm { identifier, offset } if tagging >= Tagging::MmOffset => {
+                out.open(2);
+                out.text(identifier);
+                out.int(*offset);
+                out.close(2);
+            }
+            ExtraKey::Mm { identifier, .. } => out.text(identifier),
+            ExtraKey::CacheSalt(salt) => out.text(salt),
+            ExtraKey::PromptEmbeds(digest) => out.bytes(digest),
         }
     }
 }
@@ -137,29 +138,30 @@ impl BlockExtras<'_> {
     pub(super) fn is_none(&self) -> bool {
         self.keys.is_empty() && self.lookahead.is_empty()
     }
+}
 
-    pub(super) fn write(&self, out: &mut dyn Emit) {
-        if self.lookahead.is_empty() {
-            return self.write_keys(out);
+impl Value for BlockExtras<'_> {
+    fn write(&self, out: &mut impl Emit) {
+        let ahead = self.lookahead.len();
+        if ahead > 0 {
+            out.open(1 + ahead);
         }
-        let len = 1 + self.lookahead.len();
-        out.open(len);
-        self.write_keys(out);
-        for &token in self.lookahead {
-            out.int(token.into());
-        }
-        out.close(len);
-    }
-
-    fn write_keys(&self, out: &mut dyn Emit) {
         if self.keys.is_empty() {
-            return out.none();
+            out.none();
+        } else {
+            out.open(self.keys.len());
+            for key in self.keys {
+                match self.tagging {
+                    Tagging::Tagged => key.write_tagged(out),
+                    bare => key.write_bare(bare, out),
+                }
+            }
+            out.close(self.keys.len());
         }
-        out.open(self.keys.len());
-        for key in self.keys {
-            key.write(self.tagging, out);
+        if ahead > 0 {
+            self.lookahead.iter().for_each(|&token| out.int(token.into()));
+            out.close(1 + ahead);
         }
-        out.close(self.keys.len());
     }
 }
 
@@ -167,6 +169,8 @@ impl BlockExtras<'_> {
 #[derive(Clone, Debug)]
 pub(in crate::block) struct Extras {
     pub(in crate::block) tagging: Tagging,
+    /// No block has a key: the usual prompt.
+    none: bool,
     lora: Option<Lora>,
     /// Sorted by offset.
     mm: Vec<MmItem>,
@@ -195,13 +199,18 @@ impl Extras {
         if extras.embeds.is_some() && tagging < Tagging::EmbedsDigest {
             return Err(ContractError::RawEmbeds);
         }
+        let (lora, salt, embeds) = (lora.transpose()?, extras.salt().cloned(), extras.embeds.clone());
         let mut mm = extras.mm.clone();
         mm.sort_by_key(|item| item.offset);
-        Ok(Extras { tagging, lora: lora.transpose()?, mm, salt: extras.salt().cloned(), embeds: extras.embeds.clone() })
+        let none = lora.is_none() && mm.is_empty() && salt.is_none() && embeds.is_none();
+        Ok(Extras { tagging, none, lora, mm, salt, embeds })
     }
 
     /// The keys of the block over tokens `[start, end)`.
     pub(in crate::block) fn keys(&self, start: u64, end: u64) -> Vec<ExtraKey<'_>> {
+        if self.none {
+            return Vec::new();
+        }
         let lora = self.lora.iter().map(|lora| match lora {
             Lora::Id(id) => ExtraKey::LoraId(*id),
             Lora::Named { name, path } => ExtraKey::Lora { name, path },

@@ -19,7 +19,7 @@ mod tests;
 
 use super::cbor::{Cbor, PlainBlock};
 use super::digest::{Digest, Function};
-use super::emit::Emit;
+use super::emit::{Emit, Value};
 use super::pickle::Pickle;
 use super::release::Release;
 use crate::ids::BlockKey;
@@ -80,16 +80,16 @@ impl Algorithm {
         }
     }
 
-    /// Lets `write` put its values into `preimage`, in the algorithm's serialisation; what was in it is gone.
-    fn serialise(self, preimage: &mut Vec<u8>, write: impl Fn(&mut dyn Emit)) {
+    /// Writes a value into `preimage` in the algorithm's serialisation; what was in it is gone.
+    fn serialise(self, preimage: &mut Vec<u8>, value: impl Value) {
         preimage.clear();
         match self {
             Algorithm::Sha256 | Algorithm::Xxhash => {
                 let mut pickle = Pickle::begin(preimage);
-                write(&mut pickle);
+                value.write(&mut pickle);
                 pickle.finish();
             }
-            Algorithm::Sha256Cbor | Algorithm::XxhashCbor | Algorithm::Sha256Cbor64 => write(&mut Cbor(preimage)),
+            Algorithm::Sha256Cbor | Algorithm::XxhashCbor | Algorithm::Sha256Cbor64 => value.write(&mut Cbor(preimage)),
         }
     }
 }
@@ -113,7 +113,7 @@ impl NoneHash {
     pub fn from_seed(algorithm: impl Into<Algorithm>, seed: &str) -> Self {
         let algorithm = algorithm.into();
         let mut preimage = Vec::new();
-        algorithm.serialise(&mut preimage, |out| out.text(seed));
+        algorithm.serialise(&mut preimage, seed);
         NoneHash(Chain { algorithm, digest: Digest::of(algorithm.function(), &preimage) })
     }
 
@@ -174,21 +174,7 @@ impl Chain {
     /// Appends one full block with its extra keys and returns its key. `preimage` is a buffer to be used again for
     /// the next block; it is left with the bytes that were hashed.
     pub fn push_with(&mut self, tokens: &[u32], extras: &BlockExtras<'_>, preimage: &mut Vec<u8>) -> BlockKey {
-        let parent = *self;
-        self.algorithm.serialise(preimage, |out| {
-            out.open(3);
-            match parent.algorithm {
-                Algorithm::Sha256Cbor64 => out.uint(parent.digest.last_u64()),
-                _ => out.bytes(parent.as_bytes()),
-            }
-            out.open(tokens.len());
-            for &token in tokens {
-                out.int(token.into());
-            }
-            out.close(tokens.len());
-            extras.write(out);
-            out.close(3);
-        });
+        self.algorithm.serialise(preimage, Block { parent: self, tokens, extras });
         self.digest = Digest::of(self.algorithm.function(), preimage);
         self.key()
     }
@@ -215,5 +201,29 @@ impl Chain {
             Algorithm::Sha256Cbor64 => &whole[whole.len() - 8..],
             _ => whole,
         }
+    }
+}
+
+/// The tuple that is a block's preimage.
+struct Block<'a> {
+    parent: &'a Chain,
+    tokens: &'a [u32],
+    extras: &'a BlockExtras<'a>,
+}
+
+impl Value for Block<'_> {
+    fn write(&self, out: &mut impl Emit) {
+        out.open(3);
+        match self.parent.algorithm {
+            Algorithm::Sha256Cbor64 => out.uint(self.parent.digest.last_u64()),
+            _ => out.bytes(self.parent.as_bytes()),
+        }
+        out.open(self.tokens.len());
+        for &token in self.tokens {
+            out.int(token.into());
+        }
+        out.close(self.tokens.len());
+        self.extras.write(out);
+        out.close(3);
     }
 }
