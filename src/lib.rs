@@ -1,1 +1,2 @@
 //! The process around the shards: command line, configuration, rules, ingest, management API, supervision.
+pub mod hash_command;
