@@ -31,6 +31,9 @@ pub use group::{GroupView, KeyForm, WireKey};
 /// Seed of engines that were given none (vLLM ≥ 0.29 with SHA-256; a fixed text, so that all processes agree).
 pub const FIXED_SEED: &str = "vllm-none-hash";
 
+/// First release that lets EAGLE and MTP look-ahead tokens into the hash.
+pub const LOOKAHEAD_SINCE: Release = Release::new(0, 33, 0);
+
 /// First release whose unset seed is [`FIXED_SEED`] instead of random bytes.
 const FIXED_SEED_SINCE: Release = Release::new(0, 29, 0);
 
@@ -71,6 +74,17 @@ impl Algorithm {
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         Algorithm::ALL.into_iter().find(|algorithm| algorithm.name() == name)
+    }
+
+    /// Whether a release has it. Without any (before 0.10) its keys cannot be known.
+    #[must_use]
+    pub fn exists_in(self, release: Release) -> bool {
+        let since = |minor, patch| release >= Release::new(0, minor, patch);
+        match self {
+            Algorithm::Sha256 | Algorithm::Sha256Cbor => since(10, 2),
+            Algorithm::Xxhash | Algorithm::XxhashCbor => since(13, 0),
+            Algorithm::Sha256Cbor64 => since(10, 0) && !since(10, 2),
+        }
     }
 
     fn function(self) -> Function {

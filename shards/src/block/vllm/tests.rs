@@ -235,6 +235,20 @@ fn names_of_algorithms_are_the_engines() {
 }
 
 #[test]
+fn every_vector_names_only_releases_that_have_its_algorithm() {
+    for case in vectors::load("vllm_hash.json")["cases"].as_array().expect("cases") {
+        let algorithm = algorithm(case);
+        for release in releases(case) {
+            assert!(algorithm.exists_in(release), "{algorithm:?} in {release}, by {}", case["id"]);
+        }
+    }
+    let none = |release| Algorithm::ALL.iter().all(|algorithm| !algorithm.exists_in(release));
+    assert!(none(Release::new(0, 9, 2)));
+    assert!(!Algorithm::Xxhash.exists_in(Release::new(0, 12, 0)));
+    assert!(!Algorithm::Sha256Cbor64.exists_in(Release::new(0, 10, 2)));
+}
+
+#[test]
 fn a_wire_key_of_fewer_than_8_bytes_is_no_key() {
     assert_eq!(WireKey::Bytes(vec![1; 7]).block_key(), None);
     assert_eq!(WireKey::Bytes(vec![0, 0, 0, 0, 0, 0, 1, 0]).block_key(), Some(BlockKey(256)));
