@@ -160,7 +160,8 @@ fn replay(test: &str, file: &str) {
     let Some(recording) = Recording::read(test, file) else { return };
     let fleet = Fleet::start(&recording, std::path::Path::new("/nonexistent"));
     let mut truth = Truth::default();
-    let fed = recording.steps.iter().filter(|step| !step.frames.is_empty()).inspect(|step| fleet.feed(step, &mut truth));
+    let fed =
+        recording.steps.iter().filter(|step| !step.frames.is_empty()).inspect(|step| fleet.feed(step, &mut truth));
     assert!(fed.count() >= 8, "the recording has steps with frames");
 }
 
@@ -190,9 +191,9 @@ fn xxhash_recording_gives_the_engines_inventory() {
 fn plain_requests_are_predicted_block_for_block() {
     let test = "plain_requests";
     let Some(recording) = Recording::read(test, "vllm_basic_sha256_cbor.json") else { return };
-    let Some(tokenizers) = required(test, tokenizers_dir().join("Qwen__Qwen3-0.6B")).and_then(|p| {
-        p.parent().map(std::path::Path::to_path_buf)
-    }) else {
+    let Some(tokenizers) = required(test, tokenizers_dir().join("Qwen__Qwen3-0.6B"))
+        .and_then(|p| p.parent().map(std::path::Path::to_path_buf))
+    else {
         return;
     };
     let fleet = Fleet::start(&recording, &tokenizers);

@@ -57,7 +57,8 @@ fn serve(stream: TcpStream, notes: &Mutex<Vec<Seen>>) -> Option<()> {
         if !seen.line.starts_with("GET /health") {
             notes.lock().ok()?.push(seen);
         }
-        let head = format!("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n", body.len());
+        let head =
+            format!("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n", body.len());
         writer.write_all(head.as_bytes()).ok()?;
         writer.write_all(body.as_bytes()).ok()?;
     }
