@@ -19,6 +19,8 @@ pub struct Seen {
 pub struct StubEngine {
     /// Where it listens.
     pub address: SocketAddr,
+    /// A port for its events that nothing is bound to: it has none.
+    pub event_port: u16,
     seen: Arc<Mutex<Vec<Seen>>>,
 }
 
@@ -35,7 +37,7 @@ impl StubEngine {
                 std::thread::spawn(move || serve(stream, &notes));
             }
         });
-        StubEngine { address, seen }
+        StubEngine { address, event_port: super::free_port(), seen }
     }
 
     /// What has arrived so far.
