@@ -97,8 +97,14 @@ impl Announcer {
                     host.extend(dropped.iter().map(|digest| wire::Event::Removed(host_name(digest), place.clone())));
                     host.extend(fresh.iter().map(|digest| {
                         let hashes = vec![host_name(digest)];
-                        let block_tokens = if options.wire < Release::new(20, 0) { options.block_size as u64 } else { 0 };
-                        wire::Event::Stored(wire::Stored { hashes, block_tokens, place: place.clone(), ..Default::default() })
+                        let block_tokens =
+                            if options.wire < Release::new(20, 0) { options.block_size as u64 } else { 0 };
+                        wire::Event::Stored(wire::Stored {
+                            hashes,
+                            block_tokens,
+                            place: place.clone(),
+                            ..Default::default()
+                        })
                     }));
                 }
             }

@@ -511,7 +511,8 @@ mod tests {
             tool(&full).to_string(),
             r#"{"type":"function","function":{"name":"f","description":null,"parameters":null}}"#
         );
-        let called = message(&json!({"role": "assistant", "tool_calls": [{"function": {"arguments": "{\"a\": 1}"}}]}), "\n");
+        let called =
+            message(&json!({"role": "assistant", "tool_calls": [{"function": {"arguments": "{\"a\": 1}"}}]}), "\n");
         assert_eq!(called.expect("the message is right")["tool_calls"][0]["function"]["arguments"], json!({"a": 1}));
     }
 }

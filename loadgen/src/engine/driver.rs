@@ -75,8 +75,7 @@ impl Driver {
         let scheduler = Scheduler::new(options.scheduler_model(), options.blocks);
         let announcer = Announcer::new(&options);
         let (answers, trouble) = (HashMap::new(), Trouble::default());
-        let mut driver =
-            Self { shared, rank, scheduler, announcer, publisher, inbox, answers, batches: 0, trouble };
+        let mut driver = Self { shared, rank, scheduler, announcer, publisher, inbox, answers, batches: 0, trouble };
         driver.say_created();
         driver
     }
@@ -178,7 +177,8 @@ impl Driver {
     /// TensorRT-LLM's first events.
     fn say_created(&mut self) {
         let (Some(drain), options) = (&self.shared.drain, self.shared.options()) else { return };
-        announce::windows(&options).for_each(|window| drain.push(self.rank, &announce::created(&options), window, false));
+        announce::windows(&options)
+            .for_each(|window| drain.push(self.rank, &announce::created(&options), window, false));
     }
 
     /// Says that the cache is empty while it is not.

@@ -35,10 +35,8 @@ pub fn routes() -> Router<Arc<Shared>> {
 async fn tokenize(State(shared): Engine, request: Request) -> Response {
     let max = shared.options().tokens_max();
     let read = |body: &[u8], shared: &Shared| api::tokenize(body, &shared.options(), &shared.text());
-    tokenized(&shared, request, read, |tokens| {
-        json!({"tokens": tokens, "count": tokens.len(), "max_model_len": max})
-    })
-    .await
+    tokenized(&shared, request, read, |tokens| json!({"tokens": tokens, "count": tokens.len(), "max_model_len": max}))
+        .await
 }
 
 async fn models(State(shared): Engine) -> Json<Value> {

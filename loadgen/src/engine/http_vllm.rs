@@ -28,9 +28,12 @@ pub fn routes() -> Router<Arc<Shared>> {
 async fn tokenize(State(shared): Engine, request: Request) -> Response {
     let max = shared.options().tokens_max();
     let read = |body: &[u8], shared: &Shared| api::tokenize(body, &shared.options(), &shared.text());
-    tokenized(&shared, request, read, |tokens| {
-        json!({"count": tokens.len(), "max_model_len": max, "tokens": tokens, "token_strs": null})
-    })
+    tokenized(
+        &shared,
+        request,
+        read,
+        |tokens| json!({"count": tokens.len(), "max_model_len": max, "tokens": tokens, "token_strs": null}),
+    )
     .await
 }
 

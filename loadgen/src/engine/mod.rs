@@ -24,6 +24,8 @@ mod announce;
 mod api;
 mod cache;
 pub mod cli;
+#[cfg(test)]
+mod client;
 mod command;
 #[cfg(test)]
 mod conformance_tests;
@@ -228,14 +230,7 @@ fn start_one(
         .map_err(EngineError::Thread)?;
     let event_addr = first.and_then(|bound| bound.events);
     let replay_addr = first.and_then(|bound| bound.replay);
-    Ok(EngineHandle {
-        http_addr,
-        event_addr,
-        replay_addr,
-        shared,
-        stop: Some(stop),
-        thread: Some(thread),
-    })
+    Ok(EngineHandle { http_addr, event_addr, replay_addr, shared, stop: Some(stop), thread: Some(thread) })
 }
 
 /// The publishers of all ranks, with their ports one after the other; none for kinds that do not publish.

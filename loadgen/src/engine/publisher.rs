@@ -98,7 +98,8 @@ impl Publisher {
             }
             None => Some(bind(&events, options.bind)?),
         };
-        let replay = options.replay.map(|address| open_replay(context, address, options.replay_is_whole)).transpose()?;
+        let replay =
+            options.replay.map(|address| open_replay(context, address, options.replay_is_whole)).transpose()?;
         let bound = BoundAddresses { events: bound_events, replay: replay.as_ref().map(|(_, address)| *address) };
         let worker = Worker {
             receiver,

@@ -19,7 +19,12 @@ fn model() -> Model {
 }
 
 fn request(id: u64, prompt: impl IntoIterator<Item = u32>, answer: usize) -> Request {
-    Request { id: RequestId(id), prompt: prompt.into_iter().collect(), answer: vec![7; answer], namespace: Arc::default() }
+    Request {
+        id: RequestId(id),
+        prompt: prompt.into_iter().collect(),
+        answer: vec![7; answer],
+        namespace: Arc::default(),
+    }
 }
 
 /// Runs until nothing is left; outputs, changes and the simulated time.

@@ -254,9 +254,7 @@ mod tests {
             _ => FIELDS.iter().position(|field| *field == name).unwrap_or(7),
         };
         let field = |name: &str| match value {
-            Value::Array(items) if place(name) == 7 => {
-                items.get(7).map_or(Value::Null, |rest| rest[name].clone())
-            }
+            Value::Array(items) if place(name) == 7 => items.get(7).map_or(Value::Null, |rest| rest[name].clone()),
             Value::Array(items) => items.get(place(name)).cloned().unwrap_or_default(),
             map => map[name].clone(),
         };

@@ -62,7 +62,13 @@ impl ModelText {
             .map(|source| Template::new(source, special_tokens(&config)))
             .transpose()
             .map_err(|e| EngineError::model(&config_path, e.to_string()))?;
-        Ok(Self { tokenizer: Arc::new(tokenizer), template, constants: special_tokens(&config), id_max, words: words.into() })
+        Ok(Self {
+            tokenizer: Arc::new(tokenizer),
+            template,
+            constants: special_tokens(&config),
+            id_max,
+            words: words.into(),
+        })
     }
 
     /// The same model with another chat template.

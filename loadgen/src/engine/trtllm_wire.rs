@@ -5,13 +5,13 @@ use serde_json::{Map, Value, json};
 /// A TensorRT-LLM release as far as the event format depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum TrtllmRelease {
-    /// A drain that finds nothing waits up to 2 s; no rehash of salts is told.
+    /// A drain that finds nothing waits up to 2 s, as in 1.2.
     #[value(name = "1.1")]
     V1_1,
     /// Blocks have `mm_keys`.
     #[value(name = "1.2")]
     V1_2,
-    /// A drain answers at once; blocks tell their salt; a removal tells nothing of the blocks after it.
+    /// A drain answers at once; blocks tell their salt; `/server_info` tells the block size.
     #[value(name = "1.3")]
     V1_3,
 }
@@ -152,7 +152,8 @@ mod tests {
             for entry in case["input"]["body"].as_array().expect("a drain is a list") {
                 // Images, and what only the newest manager leaves out, are not simulated.
                 let images = entry["data"]["blocks"].as_array().into_iter().flatten();
-                let special = images.into_iter().any(|block| block["mm_keys"].as_array().is_some_and(|k| !k.is_empty()));
+                let special =
+                    images.into_iter().any(|block| block["mm_keys"].as_array().is_some_and(|k| !k.is_empty()));
                 let priority = entry["data"]["type"] == "updated" && entry["data"]["priority"].is_null();
                 let (Some(event), false) = (event(&entry["data"]), special || priority) else { continue };
                 let (id, window) = (entry["event_id"].as_u64().expect("a number"), entry["window_size"].as_u64());
