@@ -70,7 +70,8 @@ fn many_clients_leave_nothing_behind() {
             engine.bodies.lock().expect("no panic").clear();
         }
         settled(&gateway);
-        eventually("descriptors are back", || descriptors() <= held);
+        // Two more at most: the socket pair of giving way, made when it is first needed.
+        eventually("descriptors are back", || descriptors() <= held + 2);
         let grown = resident_kb().saturating_sub(resident);
         eprintln!("{rung:?}: {held} descriptors, {resident} kB before, {grown} kB more after 2,800 connections");
         // What is left of each connection, were there anything, would be a buffer of 4 kB at least.

@@ -27,7 +27,7 @@ use std::sync::Arc;
 
 use monoio::net::TcpStream;
 
-use crate::executor::{Ticket, turn};
+use crate::executor::{Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
 use crate::load::LoadTable;
@@ -94,6 +94,7 @@ impl Proxy {
                 Incoming::Closed => return,
             };
             fresh = false;
+            breathe().await;
             match exchange::exchange(&self, &mut client, request, listen).await {
                 Next::Request if !self.draining.get() => {}
                 Next::Request | Next::Close => return,
