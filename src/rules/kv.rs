@@ -1,5 +1,6 @@
 //! The KV-exact part of a rule.
 
+use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -190,18 +191,25 @@ fn read_seed(fields: &mut Fields<'_>, report: &mut Report) -> Option<String> {
 
 fn read_template(fields: &mut Fields<'_>, report: &mut Report) -> Option<ChatTemplate> {
     let path = Path::new(fields.text_set(report, "kvChatTemplate")?);
-    let read = std::fs::metadata(path).and_then(|meta| {
-        if meta.len() > TEMPLATE_BYTES_MAX {
-            let message = format!("has {} bytes, at most {TEMPLATE_BYTES_MAX} are taken", meta.len());
-            return Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, message));
-        }
-        std::fs::read_to_string(path)
-    });
-    match read {
+    match read_bounded(path) {
         Ok(text) => Some(ChatTemplate { path: path.to_owned(), text: Arc::from(text) }),
         Err(error) => {
             fields.invalid(report, "kvChatTemplate", format!("cannot read {}: {error}", path.display()));
             None
         }
     }
+}
+
+/// The text of a regular file; devices and pipes would block or never end.
+fn read_bounded(path: &Path) -> std::io::Result<String> {
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is no regular file"));
+    }
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(TEMPLATE_BYTES_MAX + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > TEMPLATE_BYTES_MAX {
+        let message = format!("it has more than {TEMPLATE_BYTES_MAX} bytes");
+        return Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, message));
+    }
+    Ok(text)
 }
