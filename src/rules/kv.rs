@@ -4,7 +4,7 @@ use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use shards::block::HashAlgo;
+use shards::block::{FIXED_SEED, HashAlgo};
 use shards::service::Engine;
 
 use crate::fields::{Fields, Report};
@@ -12,8 +12,6 @@ use crate::fields::{Fields, Report};
 use super::check::{ENGINE_DEFAULT, Facts};
 use super::{ChatTemplate, KvDefaults, KvRule, RANKS_MAX, SEED_BYTES_MAX};
 
-/// The seed that vLLM 0.29 and later use when their `PYTHONHASHSEED` is unset.
-pub(super) const SEED_UNSET: &str = "vllm-none-hash";
 /// Fewest tokens per block. vLLM has no smaller page; with less, the index outgrows the cache it mirrors.
 const BLOCK_TOKENS_MIN: i64 = 4;
 /// Most tokens per block.
@@ -68,7 +66,7 @@ pub(super) fn read(
         zmq_port: zmq_port as u16,
         warmup_sec: number(fields, report, "kvWarmupSec", 0, i32::MAX as i64, 30),
         ranks: ranks as u8,
-        seed: read_seed(fields, report).or_else(|| defaults.seed.clone()).unwrap_or_else(|| SEED_UNSET.to_owned()),
+        seed: read_seed(fields, report).or_else(|| defaults.seed.clone()).unwrap_or_else(|| FIXED_SEED.to_owned()),
         chat_template: read_template(fields, report),
         min_match_tokens: number(fields, report, "kvMinMatchTokens", 0, 4096, defaults.min_match_tokens),
         spill_relief: fields.flag(report, "kvSpillRelief").or(defaults.spill_relief).unwrap_or(true),

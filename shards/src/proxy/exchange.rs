@@ -166,6 +166,7 @@ impl Attempt<'_> {
     }
 
     fn decide(&self, score: &Score, tried: &[EndpointIndex]) -> Option<Decision> {
+        // Nothing is awaited while it is borrowed.
         let mut turn = self.local.turn.borrow_mut();
         let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
         route::decide(&self.local.service, score.evidence(), tried, &mut chooser)

@@ -1,0 +1,9 @@
+//! The other ends of a gateway: simulated engines with real wire formats, and the load that is sent through it.
+//!
+//! `engine` shares no code with the gateway: it hashes, tokenizes, renders and encodes on its own, so that one mistake
+//! cannot cancel out on both sides. A test reads its imports.
+
+#![forbid(unsafe_code)]
+
+pub mod assets;
+pub mod engine;
