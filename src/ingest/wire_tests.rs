@@ -214,12 +214,18 @@ impl Gateway {
         all.into_iter().find(|stream| stream.name.endpoint.0 == endpoint && stream.name.rank.0 == rank).unwrap()
     }
 
-    /// Sends empty batches until one arrives: a publisher learns of its subscriber some time after the connection.
+    /// Sends empty batches until one arrives live: a publisher learns of its subscriber some time after the
+    /// connection.
     fn meet(&self, engine: &mut Engine, endpoint: u16, rank: u8) {
-        until("a first batch arrives", || {
+        until("the first replay is over", || {
+            engine.serve();
+            engine.replay.is_none() || self.status(endpoint, rank).replays > 0
+        });
+        let batches = self.status(endpoint, rank).batches;
+        until("a live batch arrives", || {
             engine.serve();
             engine.send(&[]);
-            self.status(endpoint, rank).batches > 0
+            self.status(endpoint, rank).batches > batches
         });
     }
 }

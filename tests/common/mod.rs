@@ -4,6 +4,7 @@
 
 pub mod client;
 pub mod engines;
+pub mod fleet;
 pub mod gateway;
 pub mod seccomp;
 

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Request, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::{get, post};
 use axum::serve::ListenerExt;
@@ -29,6 +29,9 @@ type Engine = State<Arc<Shared>>;
 
 /// The engine's paths.
 pub fn router(shared: Arc<Shared>) -> Router {
+    // Every answer says which engine it comes from, as tests of a gateway want to know.
+    let origin = format!("{}:{}", shared.options.host, shared.options.port);
+    let origin = HeaderValue::from_str(&origin).unwrap_or(HeaderValue::from_static("unknown"));
     Router::new()
         .route("/v1/completions", post(|state: Engine, request| answer(state, request, Kind::Completion)))
         .route("/v1/chat/completions", post(|state: Engine, request| answer(state, request, Kind::Chat)))
@@ -42,6 +45,10 @@ pub fn router(shared: Arc<Shared>) -> Router {
         .route("/debug/last", get(debug_last))
         .route("/debug/stats", get(|state: Engine| async move { Json(state.stats()) }))
         .route("/debug/blocks", get(debug_blocks))
+        .layer(axum::middleware::map_response(move |mut response: Response| {
+            response.headers_mut().insert("x-engine", origin.clone());
+            std::future::ready(response)
+        }))
         .with_state(shared)
 }
 
@@ -116,7 +123,7 @@ fn refuse(mut flight: InFlight, refusal: &Refusal) -> Response {
 
 /// Keeps what `GET /debug/last` shows.
 fn remember(shared: &Shared, head: &axum::http::request::Parts, body: &[u8]) {
-    let text = |value: &header::HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
+    let text = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
     let last = LastRequest {
         path: head.uri.path().to_owned(),
         sha256: Sha256::digest(body).iter().map(|byte| format!("{byte:02x}")).collect(),

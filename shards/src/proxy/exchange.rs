@@ -22,6 +22,10 @@ use crate::service::{Endpoint, count};
 /// Endpoints that one request may find dead; beyond it the request is refused. Each costs up to a connect time-out.
 const CONNECTS_MAX: usize = 16;
 
+/// Times a request may be sent: on a kept connection that turns out to be dead, on a fresh one to the same endpoint that
+/// dies with its process, and to another endpoint. Not more, or a request that kills engines would kill them all.
+const SENDS_MAX: u32 = 3;
+
 /// What becomes of the client connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
@@ -147,7 +151,7 @@ impl Attempt<'_> {
                         drop(reservation);
                         return Ok(next);
                     }
-                    Err(Fault::Died) if self.resendable && self.sends < 2 => {
+                    Err(Fault::Died) if self.resendable && self.sends < SENDS_MAX => {
                         pool.clear();
                         if reused {
                             // The endpoint may just have closed a connection that was idle for too long.

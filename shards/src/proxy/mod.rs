@@ -1,7 +1,7 @@
 //! One client connection, request by request: route, forward, relay, watch.
 //!
 //! **Invariant.** Load is reserved before anything of an attempt is awaited and given back on every way out. A request
-//! is sent at most twice, the second time only if not a byte of an answer came the first time and sending it again is
+//! is sent at most three times, again only if not a byte of an answer came the first time and sending it again is
 //! harmless. After the first byte of an answer nothing is retried, and an answer that breaks never ends cleanly.
 //!
 //! ```text
