@@ -174,6 +174,17 @@ pub enum RuntimeUsed {
     },
 }
 
+impl RuntimeUsed {
+    /// The name in reports.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            RuntimeUsed::Glommio => "glommio (io_uring)",
+            RuntimeUsed::Epoll { .. } => "epoll runtime",
+        }
+    }
+}
+
 /// What the lag of a report is the lag of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LagOf {
@@ -246,9 +257,9 @@ impl Report {
     #[must_use]
     pub fn to_json(&self) -> Value {
         let seen = &self.seen;
-        let (runtime, reason) = match &self.runtime {
-            RuntimeUsed::Glommio => ("glommio", None),
-            RuntimeUsed::Epoll { reason } => ("epoll", Some(reason)),
+        let reason = match &self.runtime {
+            RuntimeUsed::Glommio => None,
+            RuntimeUsed::Epoll { reason } => Some(reason),
         };
         let verdict = self.verdict();
         let errors: serde_json::Map<_, _> =
@@ -258,7 +269,7 @@ impl Report {
             "target": self.target,
             "workload": self.workload,
             "pace": self.pace,
-            "runtime": { "name": runtime, "reason": reason, "cores": self.cores },
+            "runtime": { "name": self.runtime.name(), "reason": reason, "cores": self.cores },
             "seconds": round3(self.elapsed.as_secs_f64()),
             "requests": { "sent": seen.sent, "completed": seen.completed, "errors": seen.errors(), "errors_by_kind": errors },
             "tokens": {

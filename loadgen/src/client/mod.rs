@@ -266,6 +266,15 @@ pub(crate) async fn exchange<S: ByteStream>(mut stream: S, request: &[u8]) -> Re
     Ok(Exchange { answer, reusable })
 }
 
+/// Status and body of a whole answer that the server ended by closing.
+pub(crate) fn parse_whole(bytes: &[u8]) -> Option<(u16, String)> {
+    let (head, length) = Head::parse(bytes).ok()??;
+    let (mut decoder, mut plain) = (Decoder::new(head.framing), Vec::new());
+    decoder.decode(&bytes[length..], &mut plain).ok()?;
+    let whole = decoder.is_done() || decoder.may_end_by_close();
+    whole.then(|| (head.status, String::from_utf8_lossy(&plain).into_owned()))
+}
+
 /// Decodes and parses one read; returns how many bytes stood after the answer's end.
 fn feed(
     decoder: &mut Decoder,

@@ -169,7 +169,13 @@ pub(crate) fn seconds(option: &str, value: f64) -> anyhow::Result<Duration> {
 }
 
 /// When each request of an open loop is due.
-fn arrivals(rate: f64, even: bool, length: Duration, most: usize, seed: u64) -> anyhow::Result<Vec<Duration>> {
+pub(crate) fn arrivals(
+    rate: f64,
+    even: bool,
+    length: Duration,
+    most: usize,
+    seed: u64,
+) -> anyhow::Result<Vec<Duration>> {
     if !(rate > 0.0 && rate.is_finite()) {
         bail!("--rate {rate}: a number above 0 is needed");
     }

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use super::random::Random;
 
 /// Tokens per word, punctuation included, with the demo's tokenizer (a test holds it to that).
-const TOKENS_PER_WORD: f64 = 1.4;
+const TOKENS_PER_WORD: f64 = 2.0;
 
 /// Words from which texts are made.
 static WORDS: LazyLock<Vec<&'static str>> = LazyLock::new(|| LIST.split_whitespace().collect());
@@ -66,4 +66,19 @@ pub(crate) fn text(random: &mut Random, tokens: usize) -> String {
     append(&mut text, random, words_for(tokens));
     text.truncate(text.trim_end().len());
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_have_about_the_tokens_asked_for_with_the_demos_tokenizer() {
+        let tokenizer: tokenizers::Tokenizer = crate::assets::DEMO_TOKENIZER.parse().unwrap();
+        for tokens in [32, 512, 4096] {
+            let text = text(&mut Random::new(tokens as u64), tokens);
+            let made = tokenizer.encode_fast(text.as_str(), false).unwrap().len();
+            assert!((tokens * 4 / 5..tokens * 5 / 4).contains(&made), "{made} tokens where {tokens} were asked for");
+        }
+    }
 }
