@@ -1,0 +1,211 @@
+//! What can be chosen of a simulated engine: one definition for the command line and for tests.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Parser;
+
+use super::EngineError;
+use super::hash::Algo;
+use super::scheduler::Model;
+use super::wire::Release;
+use crate::assets::DEMO_MODEL;
+
+/// A simulated engine's options; [`EngineOptions::default`] gives the command line's defaults.
+#[derive(Clone, Debug, clap::Args)]
+pub struct EngineOptions {
+    /// Address that all sockets are bound to.
+    #[arg(long, default_value = "127.0.0.1")]
+    pub host: IpAddr,
+    /// HTTP port of the first engine; 0 for any.
+    #[arg(long, default_value_t = 8000)]
+    pub port: u16,
+    /// Port of the first engine's event publisher; 0 for any.
+    #[arg(long, default_value_t = 5557)]
+    pub event_port: u16,
+    /// Connect the event publisher to this collector (tcp://ADDRESS:PORT) instead of binding it.
+    #[arg(long)]
+    pub event_connect: Option<String>,
+    /// Port of the first engine's replay socket; 0 for any. Without it there is no replay.
+    #[arg(long)]
+    pub replay_port: Option<u16>,
+    /// First frame of every event message.
+    #[arg(long, default_value = "")]
+    pub topic: String,
+    /// vLLM release whose event and replay formats are used, 0.10.2 to 0.33.
+    #[arg(long, default_value = "0.33")]
+    pub wire: Release,
+    /// Name blocks by whole digests instead of 64-bit keys (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0).
+    #[arg(long)]
+    pub bytes_hashes: bool,
+    /// Directory with `<model with / replaced by __>/tokenizer.json`; the embedded demo model's files without it.
+    #[arg(long)]
+    pub tokenizers: Option<PathBuf>,
+    /// Name of the served model.
+    #[arg(long, default_value = DEMO_MODEL)]
+    pub model: String,
+    /// Tokens in a block.
+    #[arg(long, default_value_t = 16)]
+    pub block_size: usize,
+    /// Blocks in the cache.
+    #[arg(long, default_value_t = 4096)]
+    pub blocks: usize,
+    /// Hash algorithm of the blocks.
+    #[arg(long, value_enum, default_value_t = Algo::Sha256Cbor)]
+    pub algo: Algo,
+    /// PYTHONHASHSEED; `vllm-none-hash` is what an engine from 0.29 uses where the variable is unset.
+    #[arg(long, default_value = "0")]
+    pub seed: String,
+    /// Prompt tokens computed in a second by all requests together.
+    #[arg(long, default_value_t = 20_000.0)]
+    pub prefill_tps: f64,
+    /// Answer tokens made in a second by each request.
+    #[arg(long, default_value_t = 50.0)]
+    pub decode_tps: f64,
+    /// Least time of a step that computes prompt tokens, in milliseconds.
+    #[arg(long, default_value_t = 5.0)]
+    pub ttft_floor_ms: f64,
+    /// Every simulated time is multiplied by this; 0 does not wait at all.
+    #[arg(long, default_value_t = 1.0)]
+    pub time_scale: f64,
+    /// Requests that run at once.
+    #[arg(long, default_value_t = 256)]
+    pub max_running: usize,
+    /// Requests that run or wait; more are answered 503.
+    #[arg(long, default_value_t = 4096)]
+    pub max_requests: usize,
+    /// Tokens computed in one step.
+    #[arg(long, default_value_t = 2048)]
+    pub max_batched_tokens: usize,
+    /// Tokens of a prompt and its answer; never more than the cache holds.
+    #[arg(long, default_value_t = 131_072)]
+    pub max_model_len: usize,
+    /// Longest answer that ends by itself; each is between an eighth of this and this, drawn from its prompt.
+    #[arg(long, default_value_t = 128)]
+    pub answer_tokens: usize,
+}
+
+#[derive(Parser)]
+#[command(no_binary_name = true)]
+struct Defaults {
+    #[command(flatten)]
+    options: EngineOptions,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Defaults::parse_from(std::iter::empty::<&str>()).options
+    }
+}
+
+impl EngineOptions {
+    /// Options for tests: any free ports, replay on, and no waiting.
+    #[must_use]
+    pub fn ephemeral() -> Self {
+        Self { port: 0, event_port: 0, replay_port: Some(0), time_scale: 0.0, ..Self::default() }
+    }
+
+    /// The options of the `index`-th of several engines: every given port moves by `stride` an engine.
+    ///
+    /// # Errors
+    /// A port would be above 65535.
+    pub fn nth(&self, index: u16, stride: u16) -> Result<Self, EngineError> {
+        let shift = |port: u16| match port {
+            0 => Ok(0),
+            port => stride
+                .checked_mul(index)
+                .and_then(|shift| port.checked_add(shift))
+                .ok_or_else(|| EngineError::Option(format!("port {port} + {index} × {stride} is above 65535"))),
+        };
+        Ok(Self {
+            // HTTP ports are one after the other whatever the stride of the event ports.
+            port: if self.port == 0 { 0 } else { self.port.checked_add(index).ok_or_else(|| port_error(self.port))? },
+            event_port: shift(self.event_port)?,
+            replay_port: self.replay_port.map(shift).transpose()?,
+            ..self.clone()
+        })
+    }
+
+    /// Checks what the command line's types cannot.
+    ///
+    /// # Errors
+    /// The first option that cannot be used, with what it may be.
+    pub fn check(&self) -> Result<(), EngineError> {
+        let wrong = |text: &str| Err(EngineError::Option(text.to_owned()));
+        let speed = |value: f64| value.is_finite() && value >= 1e-3;
+        if self.wire < Release::new(10, 2) {
+            return wrong("--wire: the hash algorithms exist from 0.10.2");
+        }
+        if !(1..=65_536).contains(&self.block_size) || !(1..=16_777_216).contains(&self.blocks) {
+            return wrong("--block-size is 1 to 65536, --blocks 1 to 16777216");
+        }
+        if self.max_running == 0 || self.max_batched_tokens == 0 || self.answer_tokens == 0 || self.max_model_len < 2 {
+            return wrong("--max-running, --max-batched-tokens and --answer-tokens are at least 1, --max-model-len 2");
+        }
+        if !speed(self.prefill_tps) || !speed(self.decode_tps) {
+            return wrong("--prefill-tps and --decode-tps are at least 0.001");
+        }
+        if !(0.0..=3_600_000.0).contains(&self.ttft_floor_ms) || !(0.0..=1e6).contains(&self.time_scale) {
+            return wrong("--ttft-floor-ms is 0 to 3600000, --time-scale 0 to 1000000");
+        }
+        Ok(())
+    }
+
+    /// What the scheduler needs of them.
+    #[must_use]
+    pub fn scheduler_model(&self) -> Model {
+        Model {
+            block_tokens: self.block_size,
+            step_tokens: self.max_batched_tokens,
+            running_max: self.max_running,
+            prefill_tokens_per_second: self.prefill_tps,
+            decode_tokens_per_second: self.decode_tps,
+            prefill_floor: Duration::from_secs_f64(self.ttft_floor_ms / 1000.0),
+            algo: self.algo,
+            seed: self.seed.clone(),
+        }
+    }
+
+    /// Tokens that a prompt and its answer may have together.
+    #[must_use]
+    pub fn tokens_max(&self) -> usize {
+        self.max_model_len.min(self.blocks * self.block_size)
+    }
+}
+
+fn port_error(port: u16) -> EngineError {
+    EngineError::Option(format!("--port {port}: the last engine's would be above 65535"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_move_by_the_stride_unless_free() {
+        let options =
+            EngineOptions { port: 8000, event_port: 5557, replay_port: Some(6557), ..EngineOptions::default() };
+        let third = options.nth(2, 10).expect("the ports are small");
+        assert_eq!((third.port, third.event_port, third.replay_port), (8002, 5577, Some(6577)));
+        let free = EngineOptions::ephemeral().nth(2, 10).expect("free ports do not move");
+        assert_eq!((free.port, free.event_port, free.replay_port), (0, 0, Some(0)));
+        assert!(EngineOptions { event_port: 65_535, ..options }.nth(1, 1).is_err());
+    }
+
+    #[test]
+    fn what_cannot_be_simulated_is_refused() {
+        let check = |change: fn(&mut EngineOptions)| {
+            let mut options = EngineOptions::default();
+            change(&mut options);
+            options.check()
+        };
+        assert!(check(|_| ()).is_ok());
+        assert!(check(|o| o.wire = Release::new(10, 1)).is_err());
+        assert!(check(|o| o.blocks = 0).is_err());
+        assert!(check(|o| o.max_running = 0).is_err());
+        assert!(check(|o| o.prefill_tps = 0.0).is_err());
+        assert!(check(|o| o.decode_tps = f64::NAN).is_err());
+        assert!(check(|o| o.time_scale = -1.0).is_err());
+    }
+}
