@@ -24,7 +24,7 @@ pub fn end_with_parent() {
 /// Runs the gateway's command line in this process, as a child of the demo or of a benchmark.
 pub fn gateway(arguments: Vec<String>) -> ExitCode {
     end_with_parent();
-    kvlane::cli::main_from(std::iter::once("kvlane".to_owned()).chain(arguments))
+    kvlane::cli::main_from(std::iter::once("kvlane".to_owned()).chain(arguments).map(Into::into))
 }
 
 /// A running helper process; dropping it kills it and waits for its end.

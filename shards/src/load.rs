@@ -65,16 +65,19 @@ impl LoadTable {
     }
 
     /// Publishes every shard's view of the other shards. Called by the ingest thread alone, every 200 µs, for the
-    /// first `slots_used` slots.
-    pub fn publish(&self, slots_used: usize) {
+    /// first `slots_used` slots. True if anything is in flight at one of them.
+    pub fn publish(&self, slots_used: usize) -> bool {
+        let mut any = false;
         for slot in 0..slots_used.min(self.slots()) {
             let total = self.total(LoadSlot(slot as u32));
+            any |= total > 0;
             for (own, others) in self.own.iter().zip(self.others.iter()) {
                 let own = own.0[slot].load(Ordering::Relaxed);
                 // A shard may have changed its row between the two reads: the difference must not wrap below zero.
                 others.0[slot].store(total.saturating_sub(own), Ordering::Relaxed);
             }
         }
+        any
     }
 
     /// Counts one request in flight at the endpoint until the reservation is dropped.
@@ -112,13 +115,13 @@ mod tests {
         let first = table.reserve(ShardId(0), slot);
         let second = table.reserve(ShardId(1), slot);
         assert_eq!(table.seen_by(ShardId(0), slot), 1);
-        table.publish(4);
+        assert!(table.publish(4));
         assert_eq!(table.seen_by(ShardId(0), slot), 2);
         assert_eq!(table.seen_by(ShardId(1), slot), 2);
         drop(first);
         assert_eq!(table.seen_by(ShardId(0), slot), 1);
         drop(second);
-        table.publish(4);
+        assert!(!table.publish(4));
         assert_eq!((table.seen_by(ShardId(0), slot), table.total(slot)), (0, 0));
     }
 }

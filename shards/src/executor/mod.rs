@@ -1,1 +1,64 @@
-//! Giving way, cancelable operations, rings.
+//! What every task of a shard stands on: the ring, giving way, cancelable read-ahead, panic isolation.
+//!
+//! **Invariant.** Nothing here blocks the thread or takes a lock while requests run. All tasks of a shard are started
+//! with [`spawn`], so that a panic costs one task and every visit to the driver is seen. A future of a read or write
+//! is dropped only together with its connection.
+//!
+//! A *visit* is one turn of the driver in which completions are reaped or timers fired. monoio has no hook for it, so
+//! [`meter`] sees it from the wakes it causes: a wake that comes while no task runs comes from the driver.
+
+pub mod meter;
+pub mod pin;
+pub mod read_ahead;
+pub mod ring;
+pub mod ticket;
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use meter::{Meter, now_ns, over_budget, visit_ns, visits};
+pub use read_ahead::{End, ReadAhead};
+pub use ring::{Refusal, Ring, Rung};
+pub use ticket::Ticket;
+
+/// Starts a task on the calling shard; a panic in it ends it, is counted in the shard's [`Meter`] and logged.
+pub fn spawn<F>(future: F)
+where
+    F: Future<Output = ()> + 'static,
+{
+    drop(monoio::spawn(async move {
+        if let Err(panic) = meter::Watched::new(future).await {
+            meter::report_panic(panic.as_ref());
+        }
+    }));
+}
+
+/// Runs the shard's main future to its end, on the thread that built the ring.
+///
+/// # Errors
+/// The panic that ended the main future. The ring must then be leaked: the kernel may still own buffers of it.
+pub fn run<F>(ring: &mut Ring, meter: Arc<Meter>, main: F) -> std::thread::Result<F::Output>
+where
+    F: Future,
+{
+    meter::enter(meter);
+    let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ring.block_on(meter::Watched::new(main))));
+    meter::leave();
+    ended.and_then(|result| result)
+}
+
+/// Gives way to everything else on the shard: returns after the next visit to the driver.
+///
+/// Only a timer does that on every driver. A task that wakes itself is run again at once, and a run queue that is not
+/// empty fires no timers and, on a ring with deferred task work, reaps no completions.
+pub async fn turn() {
+    let before = visits();
+    loop {
+        monoio::time::sleep(Duration::ZERO).await;
+        // A timer can be due already when it is set; then it ends without a visit.
+        if visits() != before {
+            return;
+        }
+    }
+}

@@ -1,29 +1,53 @@
 //! Which holder has which block: written by the ingest thread, read by every shard without a lock.
+//!
+//! **Invariant.** There are two sides, equal but for what the last publish has not reached yet. Readers see one of
+//! them, whole, for as long as they hold a [`Guard`]; the writer changes the other and swaps them. The writer never
+//! waits for a reader: where one still reads the side to be changed, [`Writer::try_publish`] says so and the queue
+//! grows (to [`PENDING_MAX`]). A guard must not be held across an await: it would hold up every publish.
+//!
+//! A side is at least 256 segments, each a table from key to set of holders. Segments grow one per publish, ahead of
+//! need, because a table that grows stands still while it moves: one table of 4 M keys was measured at 126 ms.
+//!
+//! A holder is a slot number. Keys name slots, and slots name endpoint, rank and eligibility, so that masking or
+//! clearing a cache of a million keys is one change of one slot. The keys of a retired slot are swept segment by
+//! segment; only then may the slot name someone else.
+
+#![forbid(unsafe_code)]
+
+mod sets;
+mod table;
+#[cfg(test)]
+mod tests;
+mod walk;
+mod writer;
+
+use std::hash::{BuildHasher, RandomState};
 
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
+use sets::INLINE_MAX;
+use table::{SlotState, Table};
+pub use walk::Walk;
+pub use writer::{HOLDERS_MAX, OPS_PER_PUBLISH_MAX, PENDING_MAX, Writer};
 
 /// Sizes of one inventory.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Keys it is made for; segments are sized from it so that no publish rehashes more than one.
+    /// Keys it is made for; segments are sized from it so that no publish rehashes more than one. More keys still
+    /// work: segments double. Memory is taken as keys arrive, not ahead.
     pub blocks_expected: usize,
 }
 
-/// The writing end; exactly one, owned by the ingest thread.
-#[derive(Debug)]
-pub struct Writer;
-
 /// Makes reading ends; one per shard.
 #[derive(Clone, Debug)]
-pub struct ReaderFactory;
+pub struct ReaderFactory(left_right::ReadHandleFactory<Table>);
 
-/// A reading end of one thread.
+/// A reading end of one thread. Making or dropping one takes a lock; entering does not.
 #[derive(Debug)]
-pub struct Reader;
+pub struct Reader(left_right::ReadHandle<Table>);
 
 /// A consistent view; must not be held across an await.
 #[derive(Debug)]
-pub struct Guard;
+pub struct Guard<'a>(left_right::ReadGuard<'a, Table>);
 
 /// Who a holder is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,13 +56,9 @@ pub struct HolderInfo {
     pub endpoint: EndpointIndex,
     /// Rank inside the endpoint.
     pub rank: Rank,
-    /// False while its event stream is lost or it is being swept: its blocks do not count for routing.
+    /// False while its event stream is lost: its blocks do not count for routing.
     pub eligible: bool,
 }
-
-/// Longest contiguous run per holder over the keys shown so far.
-#[derive(Debug, Default)]
-pub struct Walk;
 
 /// One holder's contiguous run from block 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,94 +67,71 @@ pub struct Run {
     pub endpoint: EndpointIndex,
     /// Rank of the holder.
     pub rank: Rank,
-    /// Blocks held without a gap from block 0.
+    /// Blocks held without a gap from block 0; at least 1.
     pub blocks: u32,
 }
 
 /// A new, empty inventory.
 #[must_use]
-pub fn new(_options: &Options) -> (Writer, ReaderFactory) {
-    (Writer, ReaderFactory)
+pub fn new(options: &Options) -> (Writer, ReaderFactory) {
+    // Unforeseeable per process, and without influence on any answer but the order of a dump.
+    let salt = RandomState::new().hash_one(options.blocks_expected);
+    let table = Table::new(options.blocks_expected, salt);
+    let segments = table.segments();
+    let (mut handle, reader) = left_right::new_from_empty(table);
+    // The first two publishes copy a side whole: done here, while both are empty.
+    handle.publish();
+    handle.publish();
+    (Writer::new(handle, segments), ReaderFactory(reader.factory()))
 }
 
 impl ReaderFactory {
     /// A reading end for the calling thread.
     #[must_use]
     pub fn reader(&self) -> Reader {
-        Reader
+        Reader(self.0.handle())
     }
 }
 
 impl Reader {
     /// A consistent view, or none when the writer is gone.
     #[must_use]
-    pub fn enter(&self) -> Option<Guard> {
-        Some(Guard)
+    pub fn enter(&self) -> Option<Guard<'_>> {
+        self.0.enter().map(Guard)
     }
 }
 
-impl Guard {
+impl Guard<'_> {
     /// Shows the walk the next keys of the prompt; false once no eligible holder can go further.
-    pub fn advance(&self, _walk: &mut Walk, _keys: &[BlockKey]) -> bool {
-        false
+    pub fn advance(&self, walk: &mut Walk, keys: &[BlockKey]) -> bool {
+        walk.advance(&self.0, keys)
     }
 
-    /// Who the holder is.
+    /// Who the holder is; none if the slot was never used or is retired.
     #[must_use]
-    pub fn holder(&self, _holder: HolderIndex) -> Option<HolderInfo> {
-        None
+    pub fn holder(&self, holder: HolderIndex) -> Option<HolderInfo> {
+        self.0.slot(holder.0).map(|slot| HolderInfo {
+            endpoint: slot.endpoint,
+            rank: slot.rank,
+            eligible: slot.state == SlotState::Eligible,
+        })
     }
 
     /// Number of segments, for [`Guard::segment_keys`].
     #[must_use]
     pub fn segments(&self) -> usize {
-        0
+        self.0.segments()
     }
 
-    /// Calls `each` for every key of one segment that the endpoint holds, whether or not it is eligible.
-    pub fn segment_keys(&self, _segment: usize, _endpoint: EndpointIndex, _each: &mut dyn FnMut(BlockKey)) {}
-}
-
-impl Walk {
-    /// The runs of all eligible holders that hold block 0, resolved through the same guard that saw the last keys.
-    pub fn runs<'a>(&'a self, _guard: &'a Guard) -> impl Iterator<Item = Run> + 'a {
-        std::iter::empty()
-    }
-
-    /// Keys shown so far.
-    #[must_use]
-    pub fn blocks_shown(&self) -> u32 {
-        0
-    }
-}
-
-impl Writer {
-    /// A slot for one (endpoint, rank) cache, eligible, holding nothing; none when all 65,535 are taken.
-    pub fn add_holder(&mut self, _endpoint: EndpointIndex, _rank: Rank) -> Option<HolderIndex> {
-        None
-    }
-
-    /// Clears a holder in one operation: masked at once, swept in the background by later publishes.
-    pub fn retire_holder(&mut self, _holder: HolderIndex) {}
-
-    /// Whether the holder's blocks count for routing.
-    pub fn set_eligible(&mut self, _holder: HolderIndex, _eligible: bool) {}
-
-    /// The holder has the block now (0→1 of its copies).
-    pub fn store(&mut self, _key: BlockKey, _holder: HolderIndex) {}
-
-    /// The holder no longer has the block (1→0 of its copies).
-    pub fn remove(&mut self, _key: BlockKey, _holder: HolderIndex) {}
-
-    /// Operations not yet published.
-    #[must_use]
-    pub fn pending(&self) -> usize {
-        0
-    }
-
-    /// Publishes what is pending without waiting for a reader; false when a reader still reads the other side, and
-    /// the caller goes on draining.
-    pub fn try_publish(&mut self) -> bool {
-        true
+    /// Calls `each` once for every key of one segment (about 5,000) that the endpoint holds at any rank, eligible or
+    /// not. A dump enters anew for every segment, so that it holds up no publish; it is not one point in time.
+    pub fn segment_keys(&self, segment: usize, endpoint: EndpointIndex, each: &mut dyn FnMut(BlockKey)) {
+        for (key, set) in self.0.segment(segment) {
+            let mut inline = [0; INLINE_MAX];
+            let holders = self.0.sets.holders(set, &mut inline);
+            if holders.iter().any(|&holder| self.0.slot(holder).is_some_and(|slot| slot.endpoint == endpoint)) {
+                each(key);
+            }
+        }
     }
 }

@@ -1,37 +1,33 @@
 //! From a request body to block keys: JSON view, chat template, tokens, keys, in slices that give way.
+//!
+//! **Invariant.** Either the keys are those of the engine's own tokens, or the request is routed without keys, with a
+//! [`MissReason`](crate::service::MissReason). What the gateway cannot know it does not guess.
 
-use std::sync::Arc;
+mod body;
+mod chat;
+mod clock;
+mod content_format;
+mod job;
+mod json;
+mod methods;
+mod model;
+#[cfg(test)]
+mod outside_data;
+mod pyvalue;
+mod source;
+mod table;
+mod template;
+mod tokenizer;
+#[cfg(test)]
+mod vectors;
 
-use crate::block::{HashAlgo, NoneHash};
-use crate::ids::BlockKey;
-use crate::service::MissReason;
-
-/// Tokenizer and chat template of one model, shared by all shards.
-#[derive(Debug)]
-pub struct Model;
-
-/// Models by slug, as of the last look at the tokenizer directory.
-#[derive(Debug, Default)]
-pub struct ModelTable;
-
-/// What the table knows of a model name.
-#[derive(Debug)]
-pub enum Lookup<'a> {
-    /// Loaded.
-    Ready(&'a Arc<Model>),
-    /// Staged on disk, not loaded yet: the look-up has asked for it.
-    Loading,
-    /// Not staged, or its files are unreadable or damaged.
-    Missing,
-}
-
-impl ModelTable {
-    /// Looks the model up by the name a client gave: no file-system call, no growth.
-    #[must_use]
-    pub fn lookup(&self, _model: &str) -> Lookup<'_> {
-        Lookup::Missing
-    }
-}
+pub use body::BodyView;
+pub use content_format::ContentFormat;
+pub use job::{Job, SLICE_BYTES, Step};
+pub use model::{Model, ModelError, ModelFiles, TemplateOrigin};
+pub use table::{Entry, Lookup, ModelTable, SLUG_BYTES_MAX, slug};
+pub use template::{Template, TemplateError};
+pub use tokenizer::{Tokenizer, TokenizerError};
 
 /// Request kinds that carry a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,74 +41,33 @@ pub enum Api {
 impl Api {
     /// The kind of a request, by method and path (query ignored); none for paths without a prompt.
     #[must_use]
-    pub fn of(_method: &str, _path: &str) -> Option<Self> {
-        None
+    pub fn of(method: &str, path: &str) -> Option<Self> {
+        if method != "POST" {
+            return None;
+        }
+        match path.split('?').next() {
+            Some("/v1/completions") => Some(Api::Completions),
+            Some("/v1/chat/completions") => Some(Api::ChatCompletions),
+            _ => None,
+        }
     }
 }
 
-/// Top-level members of a request body that the gateway reads, borrowed where they have no escapes.
-#[derive(Debug, Default)]
-pub struct BodyView<'a> {
-    /// `model`.
-    pub model: Option<std::borrow::Cow<'a, str>>,
-    /// `stream`.
-    pub stream: bool,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl<'a> BodyView<'a> {
-    /// Reads the members without copying the body; none when it is no JSON object.
-    #[must_use]
-    pub fn parse(_body: &'a [u8]) -> Option<Self> {
-        None
-    }
-}
-
-/// The keys of one prompt, made in slices.
-#[derive(Debug)]
-pub struct Job;
-
-/// What one slice brought.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Step {
-    /// Work goes on: nothing new to look up yet, or the next keys.
-    More,
-    /// All keys are made.
-    Done,
-}
-
-impl Job {
-    /// Begins with a body.
-    ///
-    /// # Errors
-    /// The reason why the prompt cannot be keyed.
-    pub fn new(
-        _api: Api,
-        _body: &[u8],
-        _model: &Arc<Model>,
-        _template: Option<&Arc<str>>,
-        _algo: HashAlgo,
-        _none_hash: &NoneHash,
-        _block_tokens: u32,
-    ) -> Result<Self, MissReason> {
-        Err(MissReason::TextEmpty)
-    }
-
-    /// Does one slice (well under 1 ms of work).
-    ///
-    /// # Errors
-    /// The reason why the prompt cannot be keyed after all.
-    pub fn step(&mut self) -> Result<Step, MissReason> {
-        Ok(Step::Done)
-    }
-
-    /// Keys made since the last call.
-    pub fn take_keys(&mut self) -> &[BlockKey] {
-        &[]
-    }
-
-    /// Tokens of the prompt: exact once done, else an estimate from bytes left.
-    #[must_use]
-    pub fn prompt_tokens(&self) -> u64 {
-        0
+    #[test]
+    fn only_exact_paths_have_a_prompt() {
+        for (method, path, expected) in [
+            ("POST", "/v1/completions", Some(Api::Completions)),
+            ("POST", "/v1/chat/completions?x=/v1/completions", Some(Api::ChatCompletions)),
+            ("GET", "/v1/completions", None),
+            ("POST", "/v1/completions/", None),
+            ("POST", "/v1/chat/completions/render", None),
+            ("POST", "/v1/embeddings", None),
+        ] {
+            assert_eq!(Api::of(method, path), expected, "{method} {path}");
+        }
     }
 }

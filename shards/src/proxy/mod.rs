@@ -1,1 +1,134 @@
 //! One client connection, request by request: route, forward, relay, watch.
+//!
+//! **Invariant.** Load is reserved before anything of an attempt is awaited and given back on every way out. A request
+//! is sent at most twice, the second time only if not a byte of an answer came the first time and sending it again is
+//! harmless. After the first byte of an answer nothing is retried, and an answer that breaks never ends cleanly.
+//!
+//! ```text
+//!  idle ─head, body─▶ pick ─▶ score ─▶ decide ─▶ connect ─▶ send ─▶ head ─▶ relay ─▶ idle
+//!                                        ▲          │ refused    │ died without a byte
+//!                                        └──────────┴────────────┘
+//! ```
+
+mod answer;
+mod client;
+mod exchange;
+mod models;
+mod relay;
+mod routes;
+mod score;
+mod upstream;
+mod watch;
+
+use std::cell::{Cell, RefCell};
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use monoio::net::TcpStream;
+
+use crate::executor::{Ticket, turn};
+use crate::ids::ShardId;
+use crate::limits::Limits;
+use crate::load::LoadTable;
+use crate::service::Tables;
+
+use client::{Buffers, Client, Incoming};
+use exchange::Next;
+use routes::Routes;
+use upstream::Pools;
+pub use watch::SWEEP_EVERY;
+use watch::Connections;
+
+/// Everything the connections of one shard share; it never leaves the shard's thread.
+pub struct Proxy {
+    id: ShardId,
+    limits: Limits,
+    loads: Arc<LoadTable>,
+    routes: RefCell<Rc<Routes>>,
+    pools: Pools,
+    connections: Rc<Connections>,
+    buffers: Buffers,
+    ticket: Ticket,
+    draining: Cell<bool>,
+}
+
+impl Proxy {
+    /// A proxy without rules.
+    #[must_use]
+    pub fn new(id: ShardId, limits: Limits, loads: Arc<LoadTable>) -> Self {
+        Proxy {
+            id,
+            limits,
+            loads,
+            routes: RefCell::new(Rc::new(Routes::empty())),
+            pools: Pools::default(),
+            connections: Rc::default(),
+            buffers: Buffers::default(),
+            ticket: Ticket::new(),
+            draining: Cell::new(false),
+        }
+    }
+
+    /// Serves with these tables from now on; requests under way finish on the old ones.
+    pub fn set_tables(&self, tables: &Tables) {
+        let before = Rc::clone(&self.routes.borrow());
+        let routes = Routes::compile(tables, &before, self.id, &self.pools);
+        self.routes.replace(Rc::new(routes));
+    }
+
+    /// Serves one client connection that came in at `listen` to its end.
+    pub async fn serve(self: Rc<Self>, stream: TcpStream, listen: SocketAddr) {
+        // Without a place the connection is closed at once: the shard is full of busy ones.
+        let Some(place) = self.connections.open(self.limits.connections_max) else { return };
+        // An answer is written in one piece; a failure here means that the client is gone already.
+        if stream.set_nodelay(true).is_err() {
+            return;
+        }
+        let mut client = Client::new(stream, place);
+        let mut fresh = true;
+        loop {
+            let request = match client.next_request(&self.limits, fresh, &self.buffers).await {
+                Incoming::Request(request) => request,
+                Incoming::Refused(refusal) => return client.refuse(&refusal, &self.limits).await,
+                Incoming::Closed => return,
+            };
+            fresh = false;
+            match exchange::exchange(&self, &mut client, request, listen).await {
+                Next::Request if !self.draining.get() => {}
+                Next::Request | Next::Close => return,
+            }
+        }
+    }
+
+    /// Client connections open now.
+    #[must_use]
+    pub fn connections(&self) -> usize {
+        self.connections.count()
+    }
+
+    /// From now on idle connections are closed and the others after the answer they are at.
+    pub fn drain(&self) {
+        self.draining.set(true);
+        self.connections.close_idle();
+    }
+
+    /// Ends every connection, whatever it is at.
+    pub fn cut(&self) {
+        self.connections.cut();
+    }
+
+    /// Enforces deadlines and closes idle upstream connections; to be called every [`SWEEP_EVERY`].
+    pub async fn sweep(&self) {
+        self.pools.sweep(self.limits.upstream_idle_max);
+        let mut from = 0;
+        while let Some(next) = self.connections.sweep(from) {
+            from = next;
+            turn().await;
+        }
+    }
+
+    fn routes(&self) -> Rc<Routes> {
+        Rc::clone(&self.routes.borrow())
+    }
+}

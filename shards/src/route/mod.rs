@@ -1,9 +1,32 @@
 //! The route decision: values in, a decision with its reasons out. No I/O, no clock, no randomness of its own.
+//!
+//! **Invariant.** Only a candidate is ever chosen: an endpoint that is in the rule, up, not drained and not already
+//! tried by this request; a backup only while no other endpoint is a candidate. Every load of one decision is read
+//! once, so that its steps agree with each other.
+//!
+//! Order of Tier 1.5 (single pool): overlap → spill relief → cold seed.
+//!
+//! * **Overlap.** The winner is the candidate with the longest contiguous run at any of its ranks; among equals the
+//!   least loaded; among those each in turn. One block is overlap, also in a prompt of exactly one block. The engine
+//!   recomputes at least the last token, so the *predicted* saving is at most ⌊(tokens − 1) / block size⌋ blocks.
+//! * **Spill relief.** `cap = max(1, ⌈factor × total / (100 × n)⌉)`, where `total` is the number of requests in flight
+//!   at the `n` candidates before this one and `factor` is in percent. A winner with `cap` requests or more gives way
+//!   to the least loaded candidate below the cap, the lowest index among equals. With nobody below, it stays.
+//!   For n = 4, factor 175: total 0 to 2 → cap 1 (⌈0⌉, ⌈0.44⌉, ⌈0.88⌉), 3 and 4 → 2, 5 and 6 → 3, 100 → 44. A winner
+//!   with nothing in flight never gives way.
+//! * **Cold seed.** While a candidate other than the winner is cold, hits are counted, for the whole process; each
+//!   N-th goes to the lowest-index one of them. A hit that spilled is counted, and diverted, like any other.
+//!
+//! What Tier 1.5 does not decide goes by the rule's own `sel`.
+
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::Ordering;
 
 use crate::ids::{EndpointIndex, Rank, ShardId};
 use crate::inventory::Run;
 use crate::load::LoadTable;
-use crate::service::{MissReason, Service};
+use crate::service::{KvExact, MissReason, Select, Service};
 
 /// What is known of a prompt when the decision is made.
 #[derive(Clone, Copy, Debug)]
@@ -37,7 +60,7 @@ pub struct Decision {
     pub rank: Option<Rank>,
     /// The tier.
     pub tier: Tier,
-    /// Blocks predicted to hit at the chosen endpoint.
+    /// Blocks predicted to hit at the chosen endpoint, also where the request was diverted to it.
     pub hit_blocks: u32,
     /// Why Tier 1.5 did not decide.
     pub miss: Option<MissReason>,
@@ -54,17 +77,194 @@ pub struct Chooser<'a> {
     pub shard: ShardId,
     /// In-flight counts.
     pub loads: &'a LoadTable,
-    /// Round-robin position of this shard in this service; each shard starts at an offset of its own.
-    pub turn: &'a mut u32,
+    /// Whose turn it is, on this shard in this service.
+    pub turn: &'a mut Turn,
+}
+
+/// What one shard keeps for one service from decision to decision: whose turn it is, and memory to decide in.
+#[derive(Debug, Default)]
+pub struct Turn {
+    /// Endpoint that round robin looks at next.
+    next: usize,
+    /// Ties broken so far.
+    ties: u32,
+    /// A row per endpoint, filled anew for each decision.
+    rows: Vec<Row>,
+}
+
+/// An endpoint as one decision sees it.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    candidate: bool,
+    load: u32,
+    /// Longest run at any of its ranks, uncapped.
+    run: u32,
+    rank: Rank,
+}
+
+impl Turn {
+    /// Each shard starts at another endpoint.
+    #[must_use]
+    pub fn starting_at(shard: ShardId) -> Self {
+        Turn { next: shard.index(), ties: u32::from(shard.0), rows: Vec::new() }
+    }
+
+    fn candidates(&self) -> impl Iterator<Item = (usize, &Row)> {
+        self.rows.iter().enumerate().filter(|(_, row)| row.candidate)
+    }
+
+    /// The least loaded candidate with a run of this length; equals take turns. None if there is no such candidate.
+    fn least_loaded(&mut self, run: u32) -> Option<usize> {
+        let eligible = |(_, row): &(usize, &Row)| row.run == run;
+        let load = self.candidates().filter(eligible).map(|(_, row)| row.load).min()?;
+        let equals = |row: &Row| row.candidate && row.run == run && row.load == load;
+        let count = self.rows.iter().filter(|row| equals(row)).count();
+        let turn = if count > 1 { self.break_tie(count) } else { 0 };
+        self.rows.iter().enumerate().filter(|(_, row)| equals(row)).nth(turn).map(|(index, _)| index)
+    }
+
+    /// A number below `count`, evenly spread over any regular subsequence of the ties too: a plain counter would give
+    /// every other tie (and so one of two alternating prompts) to the same endpoints again and again. The multiples of
+    /// the golden ratio have that property.
+    fn break_tie(&mut self, count: usize) -> usize {
+        let fraction = self.ties.wrapping_mul(0x9e37_79b9);
+        self.ties = self.ties.wrapping_add(1);
+        ((u64::from(fraction) * count as u64) >> 32) as usize
+    }
+
+    /// The next candidate in order.
+    fn round_robin(&mut self) -> Option<usize> {
+        let endpoints = self.rows.len();
+        let chosen = (self.next..self.next + endpoints)
+            .map(|place| place % endpoints)
+            .find(|&place| self.rows[place].candidate)?;
+        self.next = (chosen + 1) % endpoints;
+        Some(chosen)
+    }
 }
 
 /// Chooses an endpoint; none when no endpoint is a candidate. `tried` are endpoints that already refused this
 /// request. Counts nothing but the service's seed tick: the caller counts the decision it carries out.
 pub fn decide(
-    _service: &Service,
-    _evidence: Evidence<'_>,
-    _tried: &[EndpointIndex],
-    _chooser: &mut Chooser<'_>,
+    service: &Service,
+    evidence: Evidence<'_>,
+    tried: &[EndpointIndex],
+    chooser: &mut Chooser<'_>,
 ) -> Option<Decision> {
-    None
+    fill_rows(service, tried, chooser);
+    let turn = &mut *chooser.turn;
+    let miss = match (&service.kv, evidence) {
+        (None, _) => MissReason::ModeOff,
+        (Some(_), Evidence::None(reason)) => reason,
+        (Some(kv), Evidence::Scored { prompt_tokens, runs }) => match overlap(kv, prompt_tokens, runs, turn) {
+            Ok(winner) => return Some(exact(service, kv, prompt_tokens, winner, turn)),
+            Err(reason) => reason,
+        },
+    };
+    let chosen = match service.select {
+        Select::RoundRobin => turn.round_robin(),
+        Select::LeastConnections => {
+            turn.rows.iter_mut().for_each(|row| row.run = 0);
+            turn.least_loaded(0)
+        }
+    }?;
+    Some(Decision {
+        endpoint: EndpointIndex(chosen as u16),
+        rank: None,
+        tier: Tier::Select,
+        hit_blocks: 0,
+        miss: Some(miss),
+        spilled_from: None,
+        seeded_from: None,
+    })
 }
+
+/// Reads who is a candidate and what it is loaded with.
+fn fill_rows(service: &Service, tried: &[EndpointIndex], chooser: &mut Chooser<'_>) {
+    let usable = |index: usize| {
+        service.endpoints[index].is_candidate() && !tried.iter().any(|endpoint| endpoint.index() == index)
+    };
+    let backups = !service.endpoints.iter().enumerate().any(|(index, endpoint)| !endpoint.backup && usable(index));
+    let rows = service.endpoints.iter().enumerate().map(|(index, endpoint)| Row {
+        candidate: endpoint.backup == backups && usable(index),
+        load: chooser.loads.seen_by(chooser.shard, endpoint.shared.slot),
+        run: 0,
+        rank: Rank(0),
+    });
+    chooser.turn.rows.clear();
+    chooser.turn.rows.extend(rows);
+}
+
+/// The winner by overlap, or why there is none. Leaves every endpoint's own run in its row.
+fn overlap(kv: &KvExact, prompt_tokens: u64, runs: &[Run], turn: &mut Turn) -> Result<usize, MissReason> {
+    if prompt_tokens < u64::from(kv.min_match_tokens) {
+        return Err(MissReason::Shallow);
+    }
+    if prompt_tokens < u64::from(kv.block_tokens) {
+        return Err(MissReason::Hashes);
+    }
+    let mut longest = 0;
+    let mut held = false;
+    for run in runs.iter().filter(|run| run.blocks > 0) {
+        held = true;
+        // An endpoint that the tables do not know yet, or no longer, is nobody's candidate.
+        let Some(row) = turn.rows.get_mut(run.endpoint.index()).filter(|row| row.candidate) else { continue };
+        if run.blocks > row.run {
+            (row.run, row.rank) = (run.blocks, run.rank);
+            longest = longest.max(run.blocks);
+        }
+    }
+    match longest {
+        0 if held => Err(MissReason::Excluded),
+        0 => Err(MissReason::NoWorker),
+        _ => turn.least_loaded(longest).ok_or(MissReason::NoWorker),
+    }
+}
+
+/// Relief and seed after the overlap was found.
+fn exact(service: &Service, kv: &KvExact, prompt_tokens: u64, winner: usize, turn: &Turn) -> Decision {
+    let spilled = if kv.spill_relief { relief(kv, winner, turn) } else { None };
+    let seeded = seed(service, kv, winner, turn);
+    let chosen = seeded.or(spilled).unwrap_or(winner);
+    let row = &turn.rows[chosen];
+    let usable = prompt_tokens.saturating_sub(1) / u64::from(kv.block_tokens.max(1));
+    let passed_over = |diverted: Option<usize>| diverted.map(|_| EndpointIndex(winner as u16));
+    Decision {
+        endpoint: EndpointIndex(chosen as u16),
+        rank: (chosen == winner).then_some(row.rank),
+        tier: Tier::KvExact,
+        hit_blocks: u32::try_from(usable).unwrap_or(u32::MAX).min(row.run),
+        miss: None,
+        spilled_from: passed_over(spilled),
+        seeded_from: passed_over(seeded),
+    }
+}
+
+/// Who takes the request over from a winner at or over the cap.
+fn relief(kv: &KvExact, winner: usize, turn: &Turn) -> Option<usize> {
+    let (count, total) =
+        turn.candidates().fold((0, 0), |(count, total), (_, row)| (count + 1, total + u64::from(row.load)));
+    let cap = (u64::from(kv.mean_load_factor) * total).div_ceil(100 * count).max(1);
+    if u64::from(turn.rows[winner].load) < cap {
+        return None;
+    }
+    let below = turn.candidates().filter(|(_, row)| u64::from(row.load) < cap);
+    // The first of several minima is the one with the lowest index.
+    below.min_by_key(|(_, row)| row.load).map(|(index, _)| index)
+}
+
+/// The cold endpoint whose turn this hit is, if it is one's.
+fn seed(service: &Service, kv: &KvExact, winner: usize, turn: &Turn) -> Option<usize> {
+    if kv.seed_every == 0 {
+        return None;
+    }
+    // A floor of 0 means that only an empty endpoint is cold.
+    let floor = u64::from(kv.seed_min_blocks.max(1));
+    let cold = |index: usize| service.endpoints[index].shared.kv_blocks.load(Ordering::Relaxed) < floor;
+    let (first_cold, _) = turn.candidates().find(|&(index, _)| index != winner && cold(index))?;
+    let tick = service.shared.seed_ticks.fetch_add(1, Ordering::Relaxed) + 1;
+    tick.is_multiple_of(u64::from(kv.seed_every)).then_some(first_cold)
+}
+
+#[cfg(test)]
+mod tests;

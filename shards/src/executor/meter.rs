@@ -1,0 +1,248 @@
+//! Visits to the driver, seen from the wakes they cause, and the time between them.
+//!
+//! A task is polled through [`Watched`], which hands the task's operations a waker of our own. When such a waker is
+//! used while no task of the thread is running, the driver is at work: the first of these wakes after a task ran
+//! marks a visit. The gap that is recorded runs from one visit to the end of the last task that ran before the next
+//! one; time the shard slept does not count.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Instant;
+
+/// Buckets of [`Meter::gaps`].
+pub const GAP_BUCKETS: usize = 24;
+
+/// What one shard's executor shows to other threads; written by the shard alone.
+#[derive(Debug, Default)]
+pub struct Meter {
+    /// Visits to the driver so far: the heartbeat.
+    pub visits: AtomicU64,
+    /// Longest gap between two visits so far, nanoseconds.
+    pub gap_max_ns: AtomicU64,
+    /// Gaps by length: bucket `i` counts those below `2^i` µs (and not below half of that); the last one is open.
+    pub gaps: [AtomicU64; GAP_BUCKETS],
+    /// Tasks that ended by a panic.
+    pub panics: AtomicU64,
+}
+
+impl Meter {
+    fn record(&self, gap_ns: u64) {
+        self.visits.store(self.visits.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        if gap_ns > self.gap_max_ns.load(Ordering::Relaxed) {
+            self.gap_max_ns.store(gap_ns, Ordering::Relaxed);
+        }
+        let bucket = &self.gaps[bucket_of(gap_ns)];
+        bucket.store(bucket.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    /// Upper bound, in µs, of the bucket that holds the given share (0 to 1) of all gaps; 0 when there are none.
+    #[must_use]
+    pub fn gap_us_at(&self, share: f64) -> u64 {
+        let counts: Vec<u64> = self.gaps.iter().map(|c| c.load(Ordering::Relaxed)).collect();
+        let total: u64 = counts.iter().sum();
+        if total == 0 {
+            return 0;
+        }
+        let wanted = (share * total as f64).ceil() as u64;
+        let mut seen = 0;
+        for (bucket, count) in counts.iter().enumerate() {
+            seen += count;
+            if seen >= wanted {
+                return 1 << bucket;
+            }
+        }
+        1 << (GAP_BUCKETS - 1)
+    }
+}
+
+fn bucket_of(gap_ns: u64) -> usize {
+    let us = gap_ns / 1_000;
+    ((64 - us.leading_zeros()) as usize).min(GAP_BUCKETS - 1)
+}
+
+struct Local {
+    /// A task of this thread is being polled.
+    in_task: Cell<bool>,
+    /// A task ran since the last visit.
+    ran: Cell<bool>,
+    visits: Cell<u64>,
+    visit_ns: Cell<u64>,
+    last_end_ns: Cell<u64>,
+    meter: RefCell<Option<Arc<Meter>>>,
+}
+
+thread_local! {
+    static LOCAL: Local = const {
+        Local {
+            in_task: Cell::new(false),
+            ran: Cell::new(false),
+            visits: Cell::new(0),
+            visit_ns: Cell::new(0),
+            last_end_ns: Cell::new(0),
+            meter: RefCell::new(None),
+        }
+    };
+}
+
+/// Nanoseconds of a monotonic clock since the process first asked.
+#[must_use]
+pub fn now_ns() -> u64 {
+    static BASE: OnceLock<Instant> = OnceLock::new();
+    BASE.get_or_init(Instant::now).elapsed().as_nanos() as u64
+}
+
+/// Time of the last visit on this thread, on the clock of [`now_ns`]: a clock that costs nothing to read.
+#[must_use]
+pub fn visit_ns() -> u64 {
+    LOCAL.with(|local| local.visit_ns.get())
+}
+
+/// Visits on this thread so far.
+#[must_use]
+pub fn visits() -> u64 {
+    LOCAL.with(|local| local.visits.get())
+}
+
+/// Whether tasks have been running for longer than `budget_ns` since the last visit.
+#[must_use]
+pub fn over_budget(budget_ns: u64) -> bool {
+    now_ns().saturating_sub(visit_ns()) > budget_ns
+}
+
+pub(super) fn enter(meter: Arc<Meter>) {
+    LOCAL.with(|local| {
+        *local.meter.borrow_mut() = Some(meter);
+        local.ran.set(false);
+        local.in_task.set(false);
+        let now = now_ns();
+        local.visit_ns.set(now);
+        local.last_end_ns.set(now);
+    });
+}
+
+pub(super) fn leave() {
+    LOCAL.with(|local| {
+        *local.meter.borrow_mut() = None;
+        local.in_task.set(false);
+    });
+}
+
+pub(super) fn report_panic(panic: &(dyn Any + Send)) {
+    let text = panic
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_owned())
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "no message".to_owned());
+    tracing::error!(panic = text, "a task panicked and was ended; its connection is closed, the shard goes on");
+    LOCAL.with(|local| {
+        if let Some(meter) = local.meter.borrow().as_ref() {
+            meter.panics.fetch_add(1, Ordering::Relaxed);
+        }
+    });
+}
+
+fn note_wake() {
+    // A thread that ends has no locals left; its wakes are none of ours.
+    let _ = LOCAL.try_with(|local| {
+        if local.in_task.get() || !local.ran.get() {
+            return;
+        }
+        let meter = local.meter.borrow();
+        let Some(meter) = meter.as_ref() else { return };
+        meter.record(local.last_end_ns.get().saturating_sub(local.visit_ns.get()));
+        local.visits.set(local.visits.get() + 1);
+        local.visit_ns.set(now_ns());
+        local.ran.set(false);
+    });
+}
+
+/// The waker that operations of a watched task are given.
+struct Hook {
+    task: OnceLock<Waker>,
+}
+
+impl Wake for Hook {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        note_wake();
+        if let Some(task) = self.task.get() {
+            task.wake_by_ref();
+        }
+    }
+}
+
+/// A future whose polls are timed and whose panics are caught.
+pub(super) struct Watched<F> {
+    future: Pin<Box<F>>,
+    hook: Arc<Hook>,
+    waker: Waker,
+}
+
+impl<F: Future> Watched<F> {
+    pub(super) fn new(future: F) -> Self {
+        let hook = Arc::new(Hook { task: OnceLock::new() });
+        let waker = Waker::from(Arc::clone(&hook));
+        Watched { future: Box::pin(future), hook, waker }
+    }
+}
+
+impl<F: Future> Future for Watched<F> {
+    type Output = std::thread::Result<F::Output>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        // A task keeps one waker for life, so the first one is the only one.
+        this.hook.task.get_or_init(|| context.waker().clone());
+        LOCAL.with(|local| local.in_task.set(true));
+        let mut context = Context::from_waker(&this.waker);
+        let polled = catch_unwind(AssertUnwindSafe(|| this.future.as_mut().poll(&mut context)));
+        LOCAL.with(|local| {
+            local.in_task.set(false);
+            local.ran.set(true);
+            local.last_end_ns.set(now_ns());
+        });
+        match polled {
+            Ok(Poll::Ready(output)) => Poll::Ready(Ok(output)),
+            Ok(Poll::Pending) => Poll::Pending,
+            Err(panic) => Poll::Ready(Err(panic)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gaps_fall_into_powers_of_two_of_microseconds() {
+        assert_eq!(bucket_of(0), 0);
+        assert_eq!(bucket_of(999), 0);
+        assert_eq!(bucket_of(1_000), 1);
+        assert_eq!(bucket_of(999_000), 10);
+        assert_eq!(bucket_of(1_024_000), 11);
+        assert_eq!(bucket_of(u64::MAX), GAP_BUCKETS - 1);
+    }
+
+    #[test]
+    fn a_share_of_gaps_is_bounded_by_its_bucket() {
+        let meter = Meter::default();
+        assert_eq!(meter.gap_us_at(0.999), 0);
+        for _ in 0..999 {
+            meter.record(10_000);
+        }
+        meter.record(5_000_000);
+        assert_eq!(meter.gap_us_at(0.5), 16);
+        assert_eq!(meter.gap_us_at(0.999), 16);
+        assert_eq!(meter.gap_us_at(1.0), 8192);
+        assert_eq!(meter.gap_max_ns.load(Ordering::Relaxed), 5_000_000);
+    }
+}

@@ -1,0 +1,446 @@
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use proptest::prelude::*;
+
+use super::*;
+
+const OPTIONS: Options = Options { blocks_expected: 1_000 };
+
+fn publish_all(writer: &mut Writer) {
+    while writer.pending() > 0 {
+        assert!(writer.try_publish(), "no guard is held");
+    }
+}
+
+fn keys(numbers: impl IntoIterator<Item = u64>) -> Vec<BlockKey> {
+    numbers.into_iter().map(BlockKey).collect()
+}
+
+/// Runs over all keys at once, by (endpoint, rank).
+fn runs(guard: &Guard<'_>, keys: &[BlockKey]) -> BTreeMap<(u16, u8), u32> {
+    let mut walk = Walk::default();
+    guard.advance(&mut walk, keys);
+    by_holder(&walk, guard)
+}
+
+fn by_holder(walk: &Walk, guard: &Guard<'_>) -> BTreeMap<(u16, u8), u32> {
+    walk.runs(guard).map(|run| ((run.endpoint.0, run.rank.0), run.blocks)).collect()
+}
+
+fn dump(guard: &Guard<'_>, endpoint: u16) -> BTreeSet<u64> {
+    let mut keys = BTreeSet::new();
+    for segment in 0..guard.segments() {
+        guard.segment_keys(segment, EndpointIndex(endpoint), &mut |key| {
+            assert!(keys.insert(key.0), "a key is listed once");
+        });
+    }
+    keys
+}
+
+#[test]
+fn a_run_ends_at_the_first_block_that_is_missing() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let first = writer.add_holder(EndpointIndex(0), Rank(0)).unwrap();
+    let second = writer.add_holder(EndpointIndex(1), Rank(3)).unwrap();
+    for key in [1, 2, 3, 5, 6] {
+        writer.store(BlockKey(key), first);
+    }
+    for key in [1, 2] {
+        writer.store(BlockKey(key), second);
+    }
+    writer.store(BlockKey(9), second);
+    publish_all(&mut writer);
+    let reader = factory.reader();
+    let guard = reader.enter().unwrap();
+    assert_eq!(runs(&guard, &keys(1..=6)), BTreeMap::from([((0, 0), 3), ((1, 3), 2)]));
+    // Held later blocks without block 0 are no use.
+    assert_eq!(runs(&guard, &keys([7, 1, 2])), BTreeMap::new());
+    assert_eq!(runs(&guard, &keys([9, 1, 2])), BTreeMap::from([((1, 3), 3)]));
+}
+
+#[test]
+fn a_walk_says_when_nobody_can_go_further_and_can_be_used_again() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let holder = writer.add_holder(EndpointIndex(4), Rank(0)).unwrap();
+    (0..40).for_each(|key| writer.store(BlockKey(key), holder));
+    publish_all(&mut writer);
+    let reader = factory.reader();
+    let guard = reader.enter().unwrap();
+    let mut walk = Walk::default();
+    assert!(guard.advance(&mut walk, &[]), "nothing shown, nothing known");
+    assert!(guard.advance(&mut walk, &keys(0..17)));
+    assert!(guard.advance(&mut walk, &keys(17..40)));
+    assert!(!guard.advance(&mut walk, &keys(40..60)));
+    assert!(!guard.advance(&mut walk, &keys(0..40)), "a run that ended does not begin again");
+    assert_eq!(by_holder(&walk, &guard), BTreeMap::from([((4, 0), 40)]));
+    assert_eq!(walk.blocks_shown(), 100);
+
+    walk.restart();
+    assert_eq!((walk.blocks_shown(), by_holder(&walk, &guard)), (0, BTreeMap::new()));
+    assert!(!guard.advance(&mut walk, &keys([99])));
+    walk.restart();
+    assert!(guard.advance(&mut walk, &keys(0..2)));
+    assert_eq!(by_holder(&walk, &guard), BTreeMap::from([((4, 0), 2)]));
+}
+
+#[test]
+fn a_holder_masked_between_two_slices_loses_its_run_even_if_it_comes_back() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let stays = writer.add_holder(EndpointIndex(0), Rank(0)).unwrap();
+    let flips = writer.add_holder(EndpointIndex(1), Rank(0)).unwrap();
+    for key in 0..10 {
+        writer.store(BlockKey(key), stays);
+        writer.store(BlockKey(key), flips);
+    }
+    publish_all(&mut writer);
+    let reader = factory.reader();
+    let mut walk = Walk::default();
+    assert!(reader.enter().unwrap().advance(&mut walk, &keys(0..5)));
+
+    writer.set_eligible(flips, false);
+    publish_all(&mut writer);
+    let guard = reader.enter().unwrap();
+    assert_eq!(by_holder(&walk, &guard), BTreeMap::from([((0, 0), 5)]), "masked after the last slice");
+    drop(guard);
+    writer.set_eligible(flips, true);
+    publish_all(&mut writer);
+
+    let guard = reader.enter().unwrap();
+    assert!(guard.advance(&mut walk, &keys(5..10)));
+    assert_eq!(by_holder(&walk, &guard), BTreeMap::from([((0, 0), 10)]));
+    assert_eq!(runs(&guard, &keys(0..10)).len(), 2, "a new walk sees both");
+}
+
+#[test]
+fn a_slot_given_to_a_new_holder_between_two_slices_does_not_continue_the_old_run() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let old = writer.add_holder(EndpointIndex(1), Rank(0)).unwrap();
+    (0..5).for_each(|key| writer.store(BlockKey(key), old));
+    publish_all(&mut writer);
+    let reader = factory.reader();
+    let mut walk = Walk::default();
+    assert!(reader.enter().unwrap().advance(&mut walk, &keys(0..5)));
+
+    writer.retire_holder(old);
+    publish_all(&mut writer);
+    let new = writer.add_holder(EndpointIndex(2), Rank(1)).unwrap();
+    assert_eq!(new, old, "the only slot was swept and is free");
+    (5..10).for_each(|key| writer.store(BlockKey(key), new));
+    publish_all(&mut writer);
+
+    let guard = reader.enter().unwrap();
+    assert_eq!(by_holder(&walk, &guard), BTreeMap::new());
+    assert!(!guard.advance(&mut walk, &keys(5..10)));
+    assert_eq!(by_holder(&walk, &guard), BTreeMap::new());
+    assert_eq!((dump(&guard, 1), dump(&guard, 2)), (BTreeSet::new(), (5..10).collect()));
+}
+
+#[test]
+fn a_masked_holder_stays_in_the_dump_and_a_retired_one_does_not() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let masked = writer.add_holder(EndpointIndex(0), Rank(0)).unwrap();
+    let other_rank = writer.add_holder(EndpointIndex(0), Rank(1)).unwrap();
+    let retired = writer.add_holder(EndpointIndex(1), Rank(0)).unwrap();
+    for holder in [masked, retired] {
+        writer.store(BlockKey(1), holder);
+        writer.store(BlockKey(2), holder);
+    }
+    writer.store(BlockKey(2), other_rank);
+    writer.store(BlockKey(3), other_rank);
+    publish_all(&mut writer);
+    writer.set_eligible(masked, false);
+    writer.retire_holder(retired);
+    assert!(writer.try_publish());
+    assert!(writer.pending() > 0, "one publish does not sweep everything");
+
+    let reader = factory.reader();
+    let guard = reader.enter().unwrap();
+    assert_eq!(dump(&guard, 0), BTreeSet::from([1, 2, 3]), "ranks of an endpoint are listed together");
+    assert_eq!(dump(&guard, 1), BTreeSet::new());
+    assert_eq!(runs(&guard, &keys([2, 3])), BTreeMap::from([((0, 1), 2)]));
+    assert_eq!(guard.holder(retired), None);
+    assert_eq!(guard.holder(masked), Some(HolderInfo { endpoint: EndpointIndex(0), rank: Rank(0), eligible: false }));
+    drop(guard);
+    assert_ne!(writer.add_holder(EndpointIndex(2), Rank(0)), Some(retired), "not swept yet");
+}
+
+#[test]
+fn a_mask_overtakes_the_queue_and_an_eligibility_regained_waits_in_it() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let holder = writer.add_holder(EndpointIndex(0), Rank(0)).unwrap();
+    writer.store(BlockKey(1), holder);
+    publish_all(&mut writer);
+    // Two publishes' worth of work, then a flip in between.
+    (10..10 + 2 * OPS_PER_PUBLISH_MAX as u64).for_each(|key| writer.store(BlockKey(key), holder));
+    writer.set_eligible(holder, false);
+    writer.remove(BlockKey(1), holder);
+    writer.set_eligible(holder, true);
+
+    let reader = factory.reader();
+    assert!(writer.try_publish());
+    assert_eq!(runs(&reader.enter().unwrap(), &keys([1])), BTreeMap::new(), "masked at once");
+    assert!(writer.try_publish());
+    assert_eq!(runs(&reader.enter().unwrap(), &keys([10])), BTreeMap::new());
+    publish_all(&mut writer);
+    let guard = reader.enter().unwrap();
+    assert_eq!(runs(&guard, &keys([1])), BTreeMap::new());
+    assert_eq!(runs(&guard, &keys([10, 11])), BTreeMap::from([((0, 0), 2)]));
+    drop(guard);
+
+    // A later mask makes the queued eligibility void.
+    writer.set_eligible(holder, false);
+    writer.set_eligible(holder, true);
+    writer.set_eligible(holder, false);
+    publish_all(&mut writer);
+    assert!(!reader.enter().unwrap().holder(holder).unwrap().eligible);
+}
+
+#[test]
+fn what_is_queued_of_a_retired_holder_never_reaches_the_next_holder_of_its_slot() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let old = writer.add_holder(EndpointIndex(0), Rank(0)).unwrap();
+    (0..10_000).for_each(|key| writer.store(BlockKey(key), old));
+    assert!(writer.try_publish());
+    writer.retire_holder(old);
+    let mut taken = Vec::new();
+    for _ in 0..200 {
+        assert!(writer.try_publish());
+        taken.push(writer.add_holder(EndpointIndex(1), Rank(0)).unwrap());
+    }
+    publish_all(&mut writer);
+    assert_eq!(taken.iter().filter(|&&holder| holder == old).count(), 1, "the slot comes back once, when swept");
+    let reader = factory.reader();
+    let guard = reader.enter().unwrap();
+    assert_eq!((dump(&guard, 0), dump(&guard, 1)), (BTreeSet::new(), BTreeSet::new()));
+}
+
+#[test]
+fn publishing_is_refused_and_not_waited_for_while_a_guard_reads_the_other_side() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let holder = writer.add_holder(EndpointIndex(0), Rank(0)).unwrap();
+    writer.store(BlockKey(1), holder);
+    publish_all(&mut writer);
+    let reader = factory.reader();
+    let guard = reader.enter().unwrap();
+    writer.store(BlockKey(2), holder);
+    assert!(writer.try_publish(), "the side that nobody reads");
+    writer.store(BlockKey(3), holder);
+    assert!(!writer.try_publish());
+    writer.store(BlockKey(4), holder);
+    writer.set_eligible(holder, false);
+    assert!(!writer.try_publish());
+    assert_eq!(dump(&guard, 0), BTreeSet::from([1]), "a guard's view does not change");
+    drop(guard);
+    assert!(writer.try_publish());
+    assert!(!reader.enter().unwrap().holder(holder).unwrap().eligible, "a mask joins the part that was refused");
+    publish_all(&mut writer);
+    assert_eq!(dump(&reader.enter().unwrap(), 0), BTreeSet::from([1, 2, 3, 4]));
+}
+
+#[test]
+fn a_full_queue_drops_stores_and_counts_them_but_takes_removals() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let holder = writer.add_holder(EndpointIndex(0), Rank(0)).unwrap();
+    (0..8).for_each(|key| writer.store(BlockKey(key), holder));
+    publish_all(&mut writer);
+    writer.limit_queue(4);
+    (100..110).for_each(|key| writer.store(BlockKey(key), holder));
+    (0..8).for_each(|key| writer.remove(BlockKey(key), holder));
+    assert_eq!(writer.stores_dropped(), 6);
+    publish_all(&mut writer);
+    let reader = factory.reader();
+    assert_eq!(dump(&reader.enter().unwrap(), 0), (100..104).collect());
+}
+
+#[test]
+fn the_number_of_holders_is_bounded_by_the_slot_number_alone() {
+    let (mut writer, factory) = new(&OPTIONS);
+    for number in 0..HOLDERS_MAX {
+        let holder = writer.add_holder(EndpointIndex((number / 8) as u16), Rank((number % 8) as u8)).unwrap();
+        if number % 16 == 0 {
+            writer.store(BlockKey(7), holder);
+        }
+    }
+    assert_eq!(writer.add_holder(EndpointIndex(0), Rank(0)), None);
+    publish_all(&mut writer);
+    let reader = factory.reader();
+    let guard = reader.enter().unwrap();
+    assert_eq!(runs(&guard, &keys([7])).len(), HOLDERS_MAX.div_ceil(16));
+}
+
+#[test]
+fn segments_grow_and_shrink_without_losing_a_key() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let stays = writer.add_holder(EndpointIndex(0), Rank(0)).unwrap();
+    let leaves = writer.add_holder(EndpointIndex(1), Rank(0)).unwrap();
+    let total = 400_000_u64;
+    for key in 0..total {
+        writer.store(BlockKey(key), if key % 50 == 0 { stays } else { leaves });
+        if writer.pending() >= OPS_PER_PUBLISH_MAX {
+            assert!(writer.try_publish());
+        }
+    }
+    publish_all(&mut writer);
+    let reader = factory.reader();
+    assert_eq!(dump(&reader.enter().unwrap(), 1).len() as u64, total - total / 50);
+    writer.retire_holder(leaves);
+    publish_all(&mut writer);
+    // The sweep is done; further publishes give the room back.
+    for round in 0..1_000 {
+        writer.store(BlockKey(total + round), stays);
+        publish_all(&mut writer);
+    }
+    let guard = reader.enter().unwrap();
+    let expected = (0..total).filter(|key| key % 50 == 0).chain(total..total + 1_000);
+    assert_eq!(dump(&guard, 0), expected.collect());
+    let buckets: usize = (0..guard.segments()).map(|segment| guard.0.buckets(segment)).sum();
+    assert!(buckets < 40_000, "{buckets} buckets for 9,000 keys");
+}
+
+#[derive(Clone, Debug)]
+enum Action {
+    Add(u16, u8),
+    Store(u64, usize),
+    Remove(u64, usize),
+    Retire(usize),
+    Eligible(usize, bool),
+    Publish,
+    Enter,
+    Leave,
+    Check,
+}
+
+fn action() -> impl Strategy<Value = Action> {
+    prop_oneof![
+        3 => (0..6_u16, 0..3_u8).prop_map(|(endpoint, rank)| Action::Add(endpoint, rank)),
+        30 => (0..12_u64, any::<usize>()).prop_map(|(key, holder)| Action::Store(key, holder)),
+        12 => (0..12_u64, any::<usize>()).prop_map(|(key, holder)| Action::Remove(key, holder)),
+        1 => any::<usize>().prop_map(Action::Retire),
+        3 => (any::<usize>(), any::<bool>()).prop_map(|(holder, eligible)| Action::Eligible(holder, eligible)),
+        6 => Just(Action::Publish),
+        2 => Just(Action::Enter),
+        2 => Just(Action::Leave),
+        2 => Just(Action::Check),
+    ]
+}
+
+/// What an inventory is, said in the plainest way.
+#[derive(Default)]
+struct Model {
+    holders: HashMap<HolderIndex, HolderInfo>,
+    keys: HashMap<u64, BTreeSet<HolderIndex>>,
+}
+
+impl Model {
+    fn pick(&self, number: usize) -> Option<HolderIndex> {
+        let mut holders: Vec<_> = self.holders.keys().copied().collect();
+        holders.sort_unstable();
+        (!holders.is_empty()).then(|| holders[number % holders.len()])
+    }
+
+    fn dump(&self, endpoint: u16) -> BTreeSet<u64> {
+        let held = self.keys.iter().filter(|(_, holders)| {
+            holders.iter().any(|holder| self.holders[holder].endpoint == EndpointIndex(endpoint))
+        });
+        held.map(|(key, _)| *key).collect()
+    }
+
+    fn runs(&self, prompt: &[BlockKey]) -> Vec<Run> {
+        let mut runs = Vec::new();
+        for (holder, info) in self.holders.iter().filter(|(_, info)| info.eligible) {
+            let has = |key: &&BlockKey| self.keys.get(&key.0).is_some_and(|holders| holders.contains(holder));
+            let blocks = prompt.iter().take_while(has).count() as u32;
+            if blocks > 0 {
+                runs.push(Run { endpoint: info.endpoint, rank: info.rank, blocks });
+            }
+        }
+        runs
+    }
+}
+
+fn sorted(mut runs: Vec<Run>) -> Vec<Run> {
+    runs.sort_unstable_by_key(|run| (run.endpoint, run.rank, run.blocks));
+    runs
+}
+
+fn check(model: &Model, writer: &mut Writer, reader: &Reader, prompts: &[(Vec<u64>, usize)]) {
+    publish_all(writer);
+    let guard = reader.enter().unwrap();
+    for endpoint in 0..6 {
+        assert_eq!(dump(&guard, endpoint), model.dump(endpoint), "endpoint {endpoint}");
+    }
+    let mut walk = Walk::default();
+    for (prompt, cut) in prompts {
+        let prompt = keys(prompt.iter().copied());
+        let (head, tail) = prompt.split_at(cut % (prompt.len() + 1));
+        walk.restart();
+        let _ = guard.advance(&mut walk, head);
+        let further = guard.advance(&mut walk, tail);
+        let expected = sorted(model.runs(&prompt));
+        assert_eq!(further, prompt.is_empty() || expected.iter().any(|run| run.blocks as usize == prompt.len()));
+        assert_eq!(sorted(walk.runs(&guard).collect()), expected, "{prompt:?} cut at {}", head.len());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_interleaving_equals_the_plain_model(
+        actions in proptest::collection::vec(action(), 1..300),
+        prompts in proptest::collection::vec((proptest::collection::vec(0..12_u64, 0..40), any::<usize>()), 8),
+    ) {
+        let (mut writer, factory) = new(&OPTIONS);
+        let (reader, held_reader) = (factory.reader(), factory.reader());
+        let mut held: Option<(Guard<'_>, Vec<BTreeSet<u64>>)> = None;
+        let mut model = Model::default();
+        for action in actions {
+            let dumps = |guard: &Guard<'_>| -> Vec<_> { (0..6).map(|endpoint| dump(guard, endpoint)).collect() };
+            match action {
+                Action::Add(endpoint, rank) => {
+                    let (endpoint, rank) = (EndpointIndex(endpoint), Rank(rank));
+                    let holder = writer.add_holder(endpoint, rank).unwrap();
+                    let info = HolderInfo { endpoint, rank, eligible: true };
+                    prop_assert!(model.holders.insert(holder, info).is_none(), "a slot has one owner");
+                }
+                Action::Store(key, number) => if let Some(holder) = model.pick(number) {
+                    writer.store(BlockKey(key), holder);
+                    model.keys.entry(key).or_default().insert(holder);
+                },
+                Action::Remove(key, number) => if let Some(holder) = model.pick(number) {
+                    writer.remove(BlockKey(key), holder);
+                    model.keys.entry(key).or_default().remove(&holder);
+                },
+                Action::Retire(number) => if let Some(holder) = model.pick(number) {
+                    writer.retire_holder(holder);
+                    model.holders.remove(&holder);
+                    model.keys.values_mut().for_each(|holders| { holders.remove(&holder); });
+                },
+                Action::Eligible(number, eligible) => if let Some(holder) = model.pick(number) {
+                    writer.set_eligible(holder, eligible);
+                    model.holders.get_mut(&holder).unwrap().eligible = eligible;
+                },
+                Action::Publish => {
+                    let published = writer.try_publish();
+                    prop_assert!(published || held.is_some(), "only a guard refuses a publish");
+                    if let Some((guard, seen)) = &held {
+                        prop_assert_eq!(&dumps(guard), seen, "a guard's view does not change");
+                    }
+                }
+                Action::Enter => if held.is_none() {
+                    let guard = held_reader.enter().unwrap();
+                    let seen = dumps(&guard);
+                    held = Some((guard, seen));
+                },
+                Action::Leave => held = None,
+                Action::Check => {
+                    held = None;
+                    check(&model, &mut writer, &reader, &prompts);
+                }
+            }
+        }
+        held = None;
+        check(&model, &mut writer, &reader, &prompts);
+        drop(held);
+    }
+}

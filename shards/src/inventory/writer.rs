@@ -1,0 +1,264 @@
+//! The writing end: what is queued, what goes into one publish, and how a retired holder's slot comes free.
+//!
+//! Order of operations:
+//!
+//! 1. Stores and removals take effect in the order they were given, and so does an eligibility regained.
+//! 2. Additions, masks and retirements overtake them: a mask that waited behind a long queue would be no mask.
+//!    An eligibility regained counts only if no later mask has overtaken it.
+//! 3. What the queue still holds of a retired holder is dropped when its turn comes. The slot is free for a new holder
+//!    once every segment was swept after the retirement *and* the queue of that time has drained.
+
+use std::collections::VecDeque;
+
+use super::table::{Op, Table};
+use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
+
+/// Stores and removals that go into one publish; a segment must be able to take its share of them between the moment
+/// it asks to be rebuilt and the moment it is full.
+pub const OPS_PER_PUBLISH_MAX: usize = 1_500;
+/// Segments swept per publish.
+const SWEEPS_PER_PUBLISH: usize = 2;
+/// Segments looked at per publish for one to rebuild.
+const REBUILD_SCAN: usize = 256;
+/// Operations queued. Beyond it new stores are dropped and counted: a block that is not in the inventory is a missed
+/// hit, never a wrong one. Removals are always taken; there are no more of them than stored blocks.
+pub const PENDING_MAX: usize = 1 << 21;
+/// Holders of one inventory.
+pub const HOLDERS_MAX: usize = 65_535;
+
+/// The writing end; exactly one, owned by the ingest thread. Dropping it waits for the readers that hold a guard.
+#[derive(Debug)]
+pub struct Writer {
+    handle: left_right::WriteHandle<Table, Op>,
+    /// What goes into the next publish ahead of the queue.
+    urgent: Vec<Op>,
+    queue: VecDeque<Queued>,
+    /// Queued operations ever taken in and ever let out.
+    queued: u64,
+    drained: u64,
+    /// Operations given to `handle` and not yet published.
+    staged: usize,
+    slots: Vec<WriterSlot>,
+    free: Vec<HolderIndex>,
+    /// Retired holders whose slots are not free yet, oldest first.
+    retiring: VecDeque<Retiring>,
+    segments: u64,
+    /// Sweeps ever staged; the next goes to segment `sweeps % segments`.
+    sweeps: u64,
+    rebuild_next: usize,
+    stores_dropped: u64,
+    queue_max: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Queued {
+    Store {
+        key: BlockKey,
+        holder: HolderIndex,
+    },
+    Remove {
+        key: BlockKey,
+        holder: HolderIndex,
+    },
+    /// Valid only while the slot's `flips` is still this.
+    Eligible {
+        holder: HolderIndex,
+        flips: u32,
+    },
+}
+
+#[derive(Clone, Copy, Debug)]
+struct WriterSlot {
+    in_use: bool,
+    eligible: bool,
+    flips: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Retiring {
+    holder: HolderIndex,
+    /// Free when so many were drained and so many sweeps staged.
+    drained: u64,
+    sweeps: u64,
+}
+
+impl Writer {
+    pub(super) fn new(handle: left_right::WriteHandle<Table, Op>, segments: usize) -> Self {
+        Writer {
+            handle,
+            urgent: Vec::new(),
+            queue: VecDeque::new(),
+            queued: 0,
+            drained: 0,
+            staged: 0,
+            slots: Vec::new(),
+            free: Vec::new(),
+            retiring: VecDeque::new(),
+            segments: segments as u64,
+            sweeps: 0,
+            rebuild_next: 0,
+            stores_dropped: 0,
+            queue_max: PENDING_MAX,
+        }
+    }
+
+    /// A slot for one (endpoint, rank) cache, eligible, holding nothing; none when all 65,535 are taken.
+    pub fn add_holder(&mut self, endpoint: EndpointIndex, rank: Rank) -> Option<HolderIndex> {
+        let slot = WriterSlot { in_use: true, eligible: true, flips: 0 };
+        let holder = match self.free.pop() {
+            Some(holder) => {
+                self.slots[holder.index()] = slot;
+                holder
+            }
+            None if self.slots.len() < HOLDERS_MAX => {
+                self.slots.push(slot);
+                HolderIndex((self.slots.len() - 1) as u16)
+            }
+            None => return None,
+        };
+        self.urgent.push(Op::Add { holder, endpoint, rank });
+        Some(holder)
+    }
+
+    /// Clears a holder in one operation: masked at once, swept in the background by later publishes. The holder is no
+    /// more after this; its engine, if it lives, gets a new one.
+    pub fn retire_holder(&mut self, holder: HolderIndex) {
+        let slot = &mut self.slots[holder.index()];
+        assert!(slot.in_use, "a holder is retired once");
+        slot.in_use = false;
+        self.urgent.push(Op::Retire { holder });
+        self.retiring.push_back(Retiring { holder, drained: self.queued, sweeps: self.sweeps + self.segments });
+    }
+
+    /// Whether the holder's blocks count for routing.
+    pub fn set_eligible(&mut self, holder: HolderIndex, eligible: bool) {
+        let slot = &mut self.slots[holder.index()];
+        debug_assert!(slot.in_use, "a retired holder has no eligibility");
+        if !slot.in_use || slot.eligible == eligible {
+            return;
+        }
+        slot.eligible = eligible;
+        slot.flips += 1;
+        let flips = slot.flips;
+        if eligible {
+            self.enqueue(Queued::Eligible { holder, flips });
+        } else {
+            self.urgent.push(Op::Eligible { holder, eligible: false });
+        }
+    }
+
+    /// The holder has the block now (0→1 of its copies).
+    pub fn store(&mut self, key: BlockKey, holder: HolderIndex) {
+        debug_assert!(self.slots[holder.index()].in_use, "a retired holder stores nothing");
+        if self.queue.len() >= self.queue_max {
+            self.stores_dropped += 1;
+        } else {
+            self.enqueue(Queued::Store { key, holder });
+        }
+    }
+
+    /// The holder no longer has the block (1→0 of its copies).
+    pub fn remove(&mut self, key: BlockKey, holder: HolderIndex) {
+        debug_assert!(self.slots[holder.index()].in_use, "a retired holder removes nothing");
+        self.enqueue(Queued::Remove { key, holder });
+    }
+
+    /// Work not yet published: operations, and segments still to be swept. Zero means that the next publish has
+    /// nothing to do.
+    #[must_use]
+    pub fn pending(&self) -> usize {
+        let sweeps = self.retiring.back().map_or(0, |last| last.sweeps.saturating_sub(self.sweeps));
+        self.urgent.len() + self.queue.len() + self.staged + sweeps as usize
+    }
+
+    /// Stores dropped because [`PENDING_MAX`] operations were waiting.
+    #[must_use]
+    pub fn stores_dropped(&self) -> u64 {
+        self.stores_dropped
+    }
+
+    /// Publishes the next part of what is pending, at most [`OPS_PER_PUBLISH_MAX`] of its stores and removals, without
+    /// waiting for a reader; false when a reader still reads the other side, and the caller goes on draining.
+    pub fn try_publish(&mut self) -> bool {
+        if self.pending() == 0 {
+            return true;
+        }
+        // Masks join a part that was refused before; the rest waits for its own.
+        let waiting = self.staged > 0;
+        self.staged += self.urgent.len();
+        self.handle.extend(self.urgent.drain(..));
+        if !waiting {
+            self.stage_queue();
+            self.stage_sweeps();
+            self.stage_rebuild();
+        }
+        let published = self.handle.try_publish();
+        if published {
+            self.staged = 0;
+        }
+        published
+    }
+
+    fn enqueue(&mut self, op: Queued) {
+        self.queue.push_back(op);
+        self.queued += 1;
+    }
+
+    fn stage_queue(&mut self) {
+        let slots = &self.slots;
+        let take = self.queue.len().min(OPS_PER_PUBLISH_MAX);
+        self.drained += take as u64;
+        let ops = self.queue.drain(..take).filter_map(|queued| match queued {
+            Queued::Store { key, holder } => slots[holder.index()].in_use.then_some(Op::Store { key, holder }),
+            Queued::Remove { key, holder } => slots[holder.index()].in_use.then_some(Op::Remove { key, holder }),
+            Queued::Eligible { holder, flips } => {
+                let slot = slots[holder.index()];
+                (slot.in_use && slot.flips == flips).then_some(Op::Eligible { holder, eligible: true })
+            }
+        });
+        self.handle.extend(ops);
+        self.staged += take;
+    }
+
+    fn stage_sweeps(&mut self) {
+        let Some(last) = self.retiring.back() else { return };
+        let take = last.sweeps.saturating_sub(self.sweeps).min(SWEEPS_PER_PUBLISH as u64);
+        for _ in 0..take {
+            let segment = (self.sweeps % self.segments) as u32;
+            self.handle.append(Op::Sweep { segment });
+            self.sweeps += 1;
+            self.staged += 1;
+        }
+        // Also when only the queue had been waited for.
+        while let Some(first) = self.retiring.front()
+            && first.drained <= self.drained
+            && first.sweeps <= self.sweeps
+        {
+            self.free.push(first.holder);
+            self.retiring.pop_front();
+        }
+    }
+
+    /// Makes room in one segment before it must be made in many at once.
+    fn stage_rebuild(&mut self) {
+        let found = {
+            let Some(table) = self.handle.enter() else { return };
+            let segments = table.segments();
+            let scan = (0..REBUILD_SCAN.min(segments)).map(|step| (self.rebuild_next + step) % segments);
+            let mut last = self.rebuild_next;
+            let found = scan.inspect(|&segment| last = segment).find(|&segment| table.wants_rebuild(segment));
+            self.rebuild_next = (last + 1) % segments;
+            found
+        };
+        if let Some(segment) = found {
+            self.handle.append(Op::Rebuild { segment: segment as u32 });
+            self.staged += 1;
+        }
+    }
+
+    /// A queue that is full after so many operations; for tests.
+    #[cfg(test)]
+    pub(super) fn limit_queue(&mut self, operations: usize) {
+        self.queue_max = operations;
+    }
+}

@@ -1,0 +1,203 @@
+//! The members of a request body that the gateway reads, without a copy of the body.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::json;
+
+/// Top-level members of a request body that the gateway reads: raw JSON text inside the body, decoded when used.
+///
+/// A repeated member counts by its last value, as in Python. An explicit `null` is like an absent member.
+#[derive(Clone, Debug, Default)]
+pub struct BodyView<'a> {
+    /// `model`, unescaped; none when it is no string.
+    pub model: Option<Cow<'a, str>>,
+    /// `stream` is true.
+    pub stream: bool,
+    pub(super) prompt: Option<&'a str>,
+    pub(super) messages: Option<&'a str>,
+    pub(super) tools: Option<&'a str>,
+    pub(super) documents: Option<&'a str>,
+    pub(super) chat_template_kwargs: Option<&'a str>,
+    pub(super) reasoning_effort: Option<&'a str>,
+    pub(super) add_generation_prompt: Option<&'a str>,
+    pub(super) continue_final_message: Option<&'a str>,
+    pub(super) add_special_tokens: Option<&'a str>,
+    /// The first member found that makes the engine's tokens or keys other than the ones we would make.
+    pub(super) unkeyable: Option<&'static str>,
+}
+
+impl<'a> BodyView<'a> {
+    /// Reads the members without copying the body; none when it is no JSON object in UTF-8.
+    #[must_use]
+    pub fn parse(body: &'a [u8]) -> Option<Self> {
+        let text = std::str::from_utf8(body).ok()?;
+        let mut reader = serde_json::Deserializer::from_str(text);
+        let view = reader.deserialize_map(Members).ok()?;
+        reader.end().ok()?;
+        Some(view)
+    }
+
+    fn set(&mut self, name: &str, raw: &'a str) {
+        let present = (raw != "null").then_some(raw);
+        match name {
+            "model" => self.model = present.and_then(|raw| json::string(raw).ok()),
+            "stream" => self.stream = raw == "true",
+            "prompt" => self.prompt = present,
+            "messages" => self.messages = present,
+            "tools" => self.tools = present,
+            "documents" => self.documents = present,
+            "chat_template_kwargs" => self.chat_template_kwargs = present,
+            "reasoning_effort" => self.reasoning_effort = present,
+            // These have defaults that null does not stand for: the engine refuses it.
+            "add_generation_prompt" => self.add_generation_prompt = Some(raw),
+            "continue_final_message" => self.continue_final_message = Some(raw),
+            "add_special_tokens" => self.add_special_tokens = Some(raw),
+            _ => {
+                let member = UNKEYABLE.iter().find(|member| **member == name);
+                if let (Some(member), Some(raw)) = (member, present) {
+                    // Transfer parameters matter only where they bring the tokens along.
+                    if *member != "kv_transfer_params" || raw.contains("prompt_token_ids") {
+                        self.unkeyable = Some(member);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Members that change the engine's tokens or keys in a way the gateway does not follow: such a request is routed
+/// without keys. Once seen they count, even if the member is repeated with null: Python's null would undo it, at the
+/// cost of one missed hit for a body nobody sends.
+const UNKEYABLE: [&str; 6] =
+    ["truncate_prompt_tokens", "prompt_embeds", "chat_template", "cache_salt", "suffix", "kv_transfer_params"];
+
+struct Members;
+
+impl<'de> Visitor<'de> for Members {
+    type Value = BodyView<'de>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut view = BodyView::default();
+        while let Some(name) = map.next_key::<Name<'de>>()? {
+            if is_read(&name.0) {
+                view.set(&name.0, map.next_value::<&'de RawValue>()?.get());
+            } else {
+                map.next_value::<IgnoredAny>()?;
+            }
+        }
+        Ok(view)
+    }
+}
+
+fn is_read(name: &str) -> bool {
+    const READ: [&str; 11] = [
+        "model",
+        "stream",
+        "prompt",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "add_generation_prompt",
+        "continue_final_message",
+        "add_special_tokens",
+    ];
+    READ.contains(&name) || UNKEYABLE.contains(&name)
+}
+
+/// A member's name, borrowed where it has no escapes.
+#[derive(serde::Deserialize)]
+struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
+
+/// A member that must be true or false; none = the default.
+pub(super) fn flag(raw: Option<&str>, default: bool) -> Option<bool> {
+    match raw {
+        None => Some(default),
+        Some("true") => Some(true),
+        Some("false") => Some(false),
+        Some(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn members_are_found_wherever_they_stand() {
+        let body =
+            br#" {"x": {"model": "no", "deep": [[[{}]]]}, "mod\u0065l": "a\/b", "prompt": "p", "n": 1.50, "e": 1e3,
+            "stream": true, "prompt" : [1, 2] , "tools": null, "add_special_tokens": false} "#;
+        let view = BodyView::parse(body).unwrap();
+        assert_eq!(view.model.as_deref(), Some("a/b"));
+        assert!(view.stream);
+        assert_eq!(view.prompt, Some("[1, 2]"), "the last of two counts");
+        assert_eq!(view.tools, None);
+        assert_eq!(flag(view.add_special_tokens, true), Some(false));
+        assert_eq!(view.unkeyable, None);
+    }
+
+    #[test]
+    fn members_that_change_the_tokens_are_noticed() {
+        for (member, expected) in [
+            (r#""truncate_prompt_tokens": 5"#, Some("truncate_prompt_tokens")),
+            (r#""truncate_prompt_tokens": null"#, None),
+            (r#""cache_salt": "x""#, Some("cache_salt")),
+            (r#""kv_transfer_params": {"do_remote_decode": true}"#, None),
+            (r#""kv_transfer_params": {"prompt_token_ids": [1]}"#, Some("kv_transfer_params")),
+        ] {
+            let body = format!(r#"{{"prompt": "p", {member}}}"#);
+            assert_eq!(BodyView::parse(body.as_bytes()).unwrap().unkeyable, expected, "{member}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_json_object_has_no_view() {
+        for body in
+            [&b""[..], b"[]", b"\"x\"", b"{", b"{\"a\":}", b"{\"a\":1}x", b"{\"a\":\"\xff\"}", b"{\"a\":1,}", b"nul"]
+        {
+            assert!(BodyView::parse(body).is_none(), "{body:?}");
+        }
+    }
+
+    #[test]
+    fn deep_nesting_does_not_use_up_the_stack() {
+        for open in ["[", "{\"a\":"] {
+            let body = format!("{{\"x\":{}", open.repeat(2_000_000));
+            assert!(BodyView::parse(body.as_bytes()).is_none());
+            let body = format!("{{\"messages\":{}", open.repeat(2_000_000));
+            assert!(BodyView::parse(body.as_bytes()).is_none());
+        }
+        let body = format!("{{\"x\":{}{},\"model\":\"m\"}}", "[".repeat(500_000), "]".repeat(500_000));
+        assert_eq!(BodyView::parse(body.as_bytes()).unwrap().model.as_deref(), Some("m"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_survived(body in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = BodyView::parse(&body);
+        }
+
+        /// Whatever parses as an object in serde_json's own model agrees with it about the model's name.
+        #[test]
+        fn json_like_texts_agree_with_a_plain_parser(body in "\\{(\"(model|prompt|a)\":(\"[a-z\\\\n]{0,4}\"|1.5|null|\\[\\]|\\{\\}),?){0,4}\\}") {
+            let plain: Option<serde_json::Value> = serde_json::from_str(&body).ok();
+            let view = BodyView::parse(body.as_bytes());
+            prop_assert_eq!(view.is_some(), plain.is_some());
+            if let (Some(view), Some(plain)) = (view, plain) {
+                prop_assert_eq!(view.model.as_deref(), plain.get("model").and_then(|m| m.as_str()));
+            }
+        }
+    }
+}

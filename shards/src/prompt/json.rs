@@ -1,0 +1,294 @@
+//! JSON text to template values, as Python's `json.loads` would see it.
+//!
+//! Differences from a plain JSON reader that decide over single bytes of a prompt: whole numbers keep every digit,
+//! floats are remembered so that they print as Python prints them, a repeated key keeps its first place and its last
+//! value, and nesting is bounded so that a hostile body cannot use up the stack.
+
+use std::borrow::Cow;
+
+use minijinja::Value;
+
+use super::pyvalue::{self, PyDict};
+
+/// Deepest nesting that is read. Beyond it the value is refused, and the request is routed without keys.
+pub(super) const DEPTH_MAX: u32 = 96;
+
+/// Why a value could not be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum JsonError {
+    /// Not JSON, or cut off.
+    #[error("not valid JSON")]
+    Syntax,
+    /// Nested deeper than [`DEPTH_MAX`].
+    #[error("nested deeper than {DEPTH_MAX} levels")]
+    Depth,
+    /// Half of a surrogate pair: Python keeps it, UTF-8 cannot.
+    #[error("a string holds half of a surrogate pair")]
+    Surrogate,
+    /// A whole number beyond 128 bits: Python keeps it, we cannot print it.
+    #[error("a whole number has more than 128 bits")]
+    Number,
+}
+
+/// Reads one value that must fill the text.
+pub(super) fn value(text: &str) -> Result<Value, JsonError> {
+    let mut reader = Reader { text, at: 0 };
+    let value = reader.value(0)?;
+    reader.space();
+    if reader.at == text.len() { Ok(value) } else { Err(JsonError::Syntax) }
+}
+
+/// Reads a JSON string, borrowing it where it has no escapes.
+pub(super) fn string(text: &str) -> Result<Cow<'_, str>, JsonError> {
+    let mut reader = Reader { text, at: 0 };
+    reader.space();
+    let value = reader.string()?;
+    reader.space();
+    if reader.at == text.len() { Ok(value) } else { Err(JsonError::Syntax) }
+}
+
+/// Reads the JSON string that the text begins with, whatever follows it.
+pub(super) fn leading_string(text: &str) -> Result<Cow<'_, str>, JsonError> {
+    Reader { text, at: 0 }.string()
+}
+
+struct Reader<'a> {
+    text: &'a str,
+    at: usize,
+}
+
+impl<'a> Reader<'a> {
+    fn peek(&self) -> Option<u8> {
+        self.text.as_bytes().get(self.at).copied()
+    }
+
+    fn space(&mut self) {
+        while matches!(self.peek(), Some(b' ' | b'\n' | b'\r' | b'\t')) {
+            self.at += 1;
+        }
+    }
+
+    fn take(&mut self, byte: u8) -> Result<(), JsonError> {
+        if self.peek() == Some(byte) {
+            self.at += 1;
+            return Ok(());
+        }
+        Err(JsonError::Syntax)
+    }
+
+    fn word(&mut self, word: &str, value: Value) -> Result<Value, JsonError> {
+        if self.text.as_bytes()[self.at..].starts_with(word.as_bytes()) {
+            self.at += word.len();
+            return Ok(value);
+        }
+        Err(JsonError::Syntax)
+    }
+
+    fn value(&mut self, depth: u32) -> Result<Value, JsonError> {
+        if depth > DEPTH_MAX {
+            return Err(JsonError::Depth);
+        }
+        self.space();
+        match self.peek().ok_or(JsonError::Syntax)? {
+            b'{' => self.object(depth),
+            b'[' => self.array(depth),
+            b'"' => Ok(Value::from(self.string()?.as_ref())),
+            b't' => self.word("true", Value::from(true)),
+            b'f' => self.word("false", Value::from(false)),
+            b'n' => self.word("null", Value::from(())),
+            _ => self.number(),
+        }
+    }
+
+    fn array(&mut self, depth: u32) -> Result<Value, JsonError> {
+        self.take(b'[')?;
+        let mut items = Vec::new();
+        self.space();
+        if self.peek() == Some(b']') {
+            self.at += 1;
+            return Ok(Value::from(items));
+        }
+        loop {
+            items.push(self.value(depth + 1)?);
+            self.space();
+            match self.peek() {
+                Some(b',') => self.at += 1,
+                Some(b']') => break,
+                _ => return Err(JsonError::Syntax),
+            }
+        }
+        self.at += 1;
+        Ok(Value::from(items))
+    }
+
+    fn object(&mut self, depth: u32) -> Result<Value, JsonError> {
+        self.take(b'{')?;
+        let mut dict = PyDict::default();
+        self.space();
+        if self.peek() == Some(b'}') {
+            self.at += 1;
+            return Ok(Value::from_object(dict));
+        }
+        loop {
+            self.space();
+            let key = self.string()?;
+            self.space();
+            self.take(b':')?;
+            let value = self.value(depth + 1)?;
+            dict.set(&key, value);
+            self.space();
+            match self.peek() {
+                Some(b',') => self.at += 1,
+                Some(b'}') => break,
+                _ => return Err(JsonError::Syntax),
+            }
+        }
+        self.at += 1;
+        Ok(Value::from_object(dict))
+    }
+
+    fn number(&mut self) -> Result<Value, JsonError> {
+        let rest = &self.text.as_bytes()[self.at..];
+        let end = rest
+            .iter()
+            .position(|b| !matches!(b, b'0'..=b'9' | b'-' | b'+' | b'.' | b'e' | b'E'))
+            .unwrap_or(rest.len());
+        let text = self.text.get(self.at..self.at + end).ok_or(JsonError::Syntax)?;
+        self.at += end;
+        if text.bytes().any(|b| matches!(b, b'.' | b'e' | b'E')) {
+            return text.parse::<f64>().map(pyvalue::float).map_err(|_| JsonError::Syntax);
+        }
+        if let Ok(number) = text.parse::<i64>() {
+            return Ok(Value::from(number));
+        }
+        let digits = text.strip_prefix('-').unwrap_or(text);
+        if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+            return Err(JsonError::Syntax);
+        }
+        text.parse::<i128>().map(Value::from).map_err(|_| JsonError::Number)
+    }
+
+    fn string(&mut self) -> Result<Cow<'a, str>, JsonError> {
+        self.take(b'"')?;
+        let start = self.at;
+        let end = self.plain_run()?;
+        if self.peek() == Some(b'"') {
+            self.at += 1;
+            return Ok(Cow::Borrowed(&self.text[start..end]));
+        }
+        let mut out = String::with_capacity((end - start) * 2);
+        out.push_str(&self.text[start..end]);
+        loop {
+            match self.peek() {
+                Some(b'"') => {
+                    self.at += 1;
+                    return Ok(Cow::Owned(out));
+                }
+                Some(b'\\') => {
+                    self.at += 1;
+                    out.push(self.escape()?);
+                }
+                _ => return Err(JsonError::Syntax),
+            }
+            let start = self.at;
+            let end = self.plain_run()?;
+            out.push_str(&self.text[start..end]);
+        }
+    }
+
+    /// Moves to the next quote or backslash and returns its place; both are ASCII, so it is a character boundary.
+    fn plain_run(&mut self) -> Result<usize, JsonError> {
+        let rest = &self.text.as_bytes()[self.at..];
+        let run = rest.iter().position(|b| matches!(b, b'"' | b'\\')).ok_or(JsonError::Syntax)?;
+        self.at += run;
+        Ok(self.at)
+    }
+
+    fn escape(&mut self) -> Result<char, JsonError> {
+        let byte = self.peek().ok_or(JsonError::Syntax)?;
+        self.at += 1;
+        Ok(match byte {
+            b'"' => '"',
+            b'\\' => '\\',
+            b'/' => '/',
+            b'b' => '\u{8}',
+            b'f' => '\u{c}',
+            b'n' => '\n',
+            b'r' => '\r',
+            b't' => '\t',
+            b'u' => {
+                let first = self.hex()?;
+                match first {
+                    0xD800..=0xDBFF => {
+                        if !self.text.as_bytes()[self.at..].starts_with(b"\\u") {
+                            return Err(JsonError::Surrogate);
+                        }
+                        self.at += 2;
+                        let second = self.hex()?;
+                        if !(0xDC00..=0xDFFF).contains(&second) {
+                            return Err(JsonError::Surrogate);
+                        }
+                        let code = 0x1_0000 + ((first - 0xD800) << 10) + (second - 0xDC00);
+                        char::from_u32(code).ok_or(JsonError::Surrogate)?
+                    }
+                    _ => char::from_u32(first).ok_or(JsonError::Surrogate)?,
+                }
+            }
+            _ => return Err(JsonError::Syntax),
+        })
+    }
+
+    fn hex(&mut self) -> Result<u32, JsonError> {
+        let digits = self.text.as_bytes().get(self.at..self.at + 4).ok_or(JsonError::Syntax)?;
+        self.at += 4;
+        digits.iter().try_fold(0, |sum, &b| {
+            let digit = char::from(b).to_digit(16).ok_or(JsonError::Syntax)?;
+            Ok(sum * 16 + digit)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn printed(text: &str) -> String {
+        pyvalue::repr(&value(text).unwrap())
+    }
+
+    #[test]
+    fn values_print_as_python_prints_them() {
+        for (json, python) in [
+            ("1.50", "1.5"),
+            ("1e3", "1000.0"),
+            ("-0", "0"),
+            ("-0.0", "-0.0"),
+            ("1e16", "1e+16"),
+            ("0.0000001", "1e-07"),
+            ("9007199254740993", "9007199254740993"),
+            ("123456789012345678901234567890", "123456789012345678901234567890"),
+            ("1e999", "inf"),
+            (r#"{"a":1,"b":[true,null,"x"],"a":2}"#, "{'a': 2, 'b': [True, None, 'x']}"),
+            (r#""\ud83d\ude00 \u00e9 it's""#, "\"😀 é it's\""),
+        ] {
+            assert_eq!(printed(json), python, "{json}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_kept_exactly_is_refused() {
+        assert_eq!(value(r#""\ud83d""#).unwrap_err(), JsonError::Surrogate);
+        assert_eq!(value(r#""\udc00x""#).unwrap_err(), JsonError::Surrogate);
+        assert_eq!(value(&"9".repeat(60)).unwrap_err(), JsonError::Number);
+        assert_eq!(value(&"[".repeat(100_000)).unwrap_err(), JsonError::Depth);
+        for text in ["", "{", "[1,", "tru", "\"a", "1 2", "{\"a\" 1}", "-", "--1", "\"\\u12\"", "NaN"] {
+            assert_eq!(value(text).unwrap_err(), JsonError::Syntax, "{text}");
+        }
+    }
+
+    #[test]
+    fn strings_without_escapes_are_borrowed() {
+        assert!(matches!(string(" \"plain é\" ").unwrap(), Cow::Borrowed("plain é")));
+        assert!(matches!(string(r#""a\nb""#).unwrap(), Cow::Owned(text) if text == "a\nb"));
+    }
+}

@@ -1,0 +1,329 @@
+//! A model's chat template: Jinja with the behaviour that Hugging Face's renderer gives it.
+//!
+//! **Invariant.** A render either gives the text Python would give or an error; where minijinja is known to differ,
+//! it is corrected or the construct is refused.
+
+use std::collections::BTreeMap;
+use std::time::SystemTime;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Rest, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior, Value};
+
+use super::clock;
+use super::content_format::{self, ContentFormat};
+use super::methods;
+use super::pyvalue::{self, JsonStyle, PyGenerator};
+use super::source::{self, LOOP_FILTER};
+
+/// Instructions and 64-byte pieces of data one render may cost. Beyond it the request is routed without keys.
+const FUEL: u64 = 4_000_000;
+/// Nesting of macros and includes in one render. Beyond it the request is routed without keys.
+const RECURSION_MAX: usize = 300;
+const NAME: &str = "chat";
+
+/// A compiled chat template.
+#[derive(Debug)]
+pub struct Template {
+    environment: Environment<'static>,
+    content_format: ContentFormat,
+    knows_developer: bool,
+}
+
+/// Why a template could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TemplateError {
+    /// The text is no valid template.
+    #[error("the chat template does not compile: {0}")]
+    Compile(String),
+    /// The template refused the conversation by `raise_exception`.
+    #[error("the chat template refused the conversation: {0}")]
+    Raised(String),
+    /// The render failed.
+    #[error("the chat template failed: {0}")]
+    Render(String),
+}
+
+impl Template {
+    /// Compiles a template. `special_tokens` become variables (`bos_token` …); `now` is the clock `strftime_now` reads.
+    ///
+    /// # Errors
+    /// The text does not compile.
+    pub fn compile(
+        text: &str,
+        special_tokens: &BTreeMap<String, String>,
+        now: fn() -> SystemTime,
+    ) -> Result<Self, TemplateError> {
+        let failed = |error: Error| TemplateError::Compile(describe(&error));
+        let mut environment = environment(now).map_err(failed)?;
+        for (name, token) in special_tokens {
+            environment.add_global(name.clone(), token.as_str());
+        }
+        environment.add_template_owned(NAME, source::prepared(text)).map_err(failed)?;
+        Ok(Template {
+            environment,
+            content_format: content_format::detect(text),
+            knows_developer: text.contains("'developer'") || text.contains("\"developer\""),
+        })
+    }
+
+    /// How the template wants message content.
+    #[must_use]
+    pub fn content_format(&self) -> ContentFormat {
+        self.content_format
+    }
+
+    /// Whether the template has a place for the role `developer`.
+    #[must_use]
+    pub fn knows_developer(&self) -> bool {
+        self.knows_developer
+    }
+
+    /// Renders the text for the variables given.
+    ///
+    /// # Errors
+    /// The template raised, failed, or cost more than its limits.
+    pub fn render(&self, variables: Value) -> Result<String, TemplateError> {
+        let template = self.environment.get_template(NAME).map_err(|e| TemplateError::Compile(describe(&e)))?;
+        template.render(variables).map_err(|error| {
+            let mut cause: Option<&dyn std::error::Error> = Some(&error);
+            while let Some(error) = cause {
+                if let Some(Raised(message)) = error.downcast_ref::<Raised>() {
+                    return TemplateError::Raised(message.clone());
+                }
+                cause = error.source();
+            }
+            TemplateError::Render(describe(&error))
+        })
+    }
+}
+
+fn describe(error: &Error) -> String {
+    match error.line() {
+        Some(line) => format!("{error} (line {line})"),
+        None => error.to_string(),
+    }
+}
+
+/// The message of a `raise_exception`.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+fn environment(now: fn() -> SystemTime) -> Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_undefined_behavior(UndefinedBehavior::Lenient);
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_recursion_limit(RECURSION_MAX);
+    environment.set_fuel(Some(FUEL));
+    environment.set_unknown_method_callback(methods::call);
+    environment.set_formatter(|out, _, value| match value.as_str() {
+        Some(text) => out.write_str(text).map_err(Error::from),
+        None => out.write_str(&pyvalue::str(value)).map_err(Error::from),
+    });
+    environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
+    });
+    environment.add_function("strftime_now", move |format: String| {
+        clock::format(now(), &format)
+            .ok_or_else(|| Error::new(ErrorKind::InvalidOperation, format!("strftime_now({format:?})")))
+    });
+    add_filters(&mut environment);
+    add_tests(&mut environment);
+    Ok(environment)
+}
+
+fn add_filters(environment: &mut Environment<'static>) {
+    environment.add_filter("tojson", to_json);
+    environment.add_filter("string", |value: &Value| pyvalue::str(value));
+    environment.add_filter("trim", |value: &Value, chars: Option<String>| {
+        let text = pyvalue::str(value);
+        match chars {
+            Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
+            None => text.trim_matches(methods::is_space).to_owned(),
+        }
+    });
+    environment.add_filter("join", |value: &Value, separator: Option<String>, kwargs: Kwargs| {
+        let attribute: Option<String> = kwargs.get("attribute")?;
+        kwargs.assert_all_used()?;
+        let mut parts = Vec::new();
+        for item in value.try_iter()? {
+            let item = match &attribute {
+                Some(name) => item.get_attr(name)?,
+                None => item,
+            };
+            parts.push(pyvalue::str(&item));
+        }
+        Ok::<String, Error>(parts.join(&separator.unwrap_or_default()))
+    });
+    add_lazy_filters(environment);
+    environment.add_filter("indent", indent);
+    environment.add_filter(LOOP_FILTER, |value: Value| match value.kind() {
+        ValueKind::String => {
+            Ok(Value::from(value.as_str().unwrap_or_default().chars().map(Value::from).collect::<Vec<_>>()))
+        }
+        ValueKind::Undefined | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => Ok(value),
+        kind => Err(Error::new(ErrorKind::InvalidOperation, format!("a loop over {kind}"))),
+    });
+    for name in ["upper", "lower", "capitalize", "title"] {
+        environment.add_filter(name, move |state: &mut State, value: &Value| {
+            methods::call(state, &Value::from(pyvalue::str(value)), name, &[])
+        });
+    }
+}
+
+/// Python's `map`, `select` and the like give generators.
+fn add_lazy_filters(environment: &mut Environment<'static>) {
+    environment.add_filter("eager_map", minijinja::filters::map);
+    environment.add_filter("eager_select", minijinja::filters::select);
+    environment.add_filter("eager_reject", minijinja::filters::reject);
+    environment.add_filter("eager_selectattr", minijinja::filters::selectattr);
+    environment.add_filter("eager_rejectattr", minijinja::filters::rejectattr);
+    for (name, eager) in [
+        ("map", "eager_map"),
+        ("select", "eager_select"),
+        ("reject", "eager_reject"),
+        ("selectattr", "eager_selectattr"),
+        ("rejectattr", "eager_rejectattr"),
+    ] {
+        environment.add_filter(name, move |state: &mut State, args: Rest<Value>| {
+            let items = state.apply_filter(eager, &args)?.try_iter()?.collect();
+            Ok::<Value, Error>(Value::from_object(PyGenerator(items)))
+        });
+    }
+}
+
+fn add_tests(environment: &mut Environment<'static>) {
+    let is_float =
+        |value: &Value| value.kind() != ValueKind::Bool && !value.is_integer() && pyvalue::as_float(value).is_some();
+    environment.add_test("number", move |value: &Value| {
+        value.kind() == ValueKind::Bool || value.is_integer() || pyvalue::as_float(value).is_some()
+    });
+    environment.add_test("float", is_float);
+    environment.add_test("integer", |value: &Value| value.kind() != ValueKind::Bool && value.is_integer());
+    // In Python a string is iterable and a sequence, and so is a dict.
+    let is_container = |value: &Value| {
+        matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map | ValueKind::Undefined)
+    };
+    environment.add_test("sequence", is_container);
+    environment.add_test("iterable", move |value: &Value| is_container(value) || value.kind() == ValueKind::Iterable);
+}
+
+/// Python's `indent`: a newline at the end stays, and empty lines are not indented unless told so.
+fn indent(
+    value: &Value,
+    width: Option<Value>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    kwargs: Kwargs,
+) -> Result<String, Error> {
+    let width = width.or(kwargs.get("width")?);
+    let first = first.or(kwargs.get("first")?).unwrap_or(false);
+    let blank = blank.or(kwargs.get("blank")?).unwrap_or(false);
+    kwargs.assert_all_used()?;
+    let indention = match width {
+        Some(width) if width.kind() == ValueKind::String => pyvalue::str(&width),
+        Some(width) => " ".repeat(usize::try_from(i64::try_from(width)?.clamp(0, 256)).unwrap_or(0)),
+        None => "    ".to_owned(),
+    };
+    let mut out = String::new();
+    for (n, line) in methods::lines(&(pyvalue::str(value) + "\n")).into_iter().enumerate() {
+        if n > 0 {
+            out.push('\n');
+        }
+        if (n == 0 && first) || (n > 0 && (blank || !line.is_empty())) {
+            out.push_str(&indention);
+        }
+        out.push_str(line);
+    }
+    Ok(out)
+}
+
+fn to_json(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<String, Error> {
+    if !positional.is_empty() {
+        return Err(Error::new(ErrorKind::InvalidOperation, "tojson takes its options by name"));
+    }
+    let mut style = JsonStyle {
+        indent: kwargs.get("indent")?,
+        ensure_ascii: kwargs.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
+        sort_keys: kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
+        ..JsonStyle::default()
+    };
+    if style.indent.is_some_and(|n| n > 64) {
+        return Err(Error::new(ErrorKind::InvalidOperation, "tojson: indent beyond 64"));
+    }
+    if style.indent.is_some() {
+        style.item_separator = ",".into();
+    }
+    if let Some(separators) = kwargs.get::<Option<Value>>("separators")? {
+        let texts: Vec<Value> = separators.try_iter()?.collect();
+        match texts.as_slice() {
+            [item, key] => {
+                style.item_separator = pyvalue::str(item);
+                style.key_separator = pyvalue::str(key);
+            }
+            _ => return Err(Error::new(ErrorKind::InvalidOperation, "tojson: separators must be two")),
+        }
+    }
+    kwargs.assert_all_used()?;
+    pyvalue::to_json(value, &style)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::prompt::json;
+
+    fn noon() -> SystemTime {
+        SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_748_768_703)
+    }
+
+    fn render(text: &str, variables: &str) -> Result<String, TemplateError> {
+        let tokens = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
+        Template::compile(text, &tokens, noon)?.render(json::value(variables).unwrap())
+    }
+
+    #[test]
+    fn values_behave_as_in_python() {
+        for (template, expected) in [
+            ("{{ bos_token }}{{ eos_token }}", "<s>"),
+            ("{{ x.none }} {{ x.t }} {{ x.f }} {{ x.i }}", "None True 1.0 3"),
+            ("{{ x }}", "{'none': None, 't': True, 'f': 1.0, 'e': 1e-07, 'i': 3, 's': ' a<b ', 'items': [1, 'z']}"),
+            ("{{ 'v=' ~ x.e ~ x.items }}", "v=1e-07[1, 'z']"),
+            (
+                "{{ x | tojson }}",
+                r#"{"none": null, "t": true, "f": 1.0, "e": 1e-07, "i": 3, "s": " a<b ", "items": [1, "z"]}"#,
+            ),
+            ("{% for k, v in x.items() %}{{ k }},{% endfor %}", "none,t,f,e,i,s,items,"),
+            ("{{ x.s.strip() }}|{{ x.s | trim }}|{{ x.s.lstrip(' a') }}", "a<b|a<b|<b "),
+            (
+                "{{ x.s is iterable }} {{ x.s is sequence }} {{ x is mapping }} {{ x.e is number }}",
+                "True True True True",
+            ),
+            ("{{ x.get('missing') }} {{ x.get('i', 4) }} {{ 'a,b,c'.split(',', 1)[-1] }}", "None 3 b,c"),
+            ("{% for m in [1,2,3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}", "1"),
+            ("{% generation %}in{%- endgeneration -%} out", "inout"),
+            ("{{ strftime_now('%d %b %Y') }}", "01 Jun 2025"),
+            ("a\n  {% if true %}\nb\n  {% endif %}\nc\n", "a\nb\nc"),
+        ] {
+            let variables = r#"{"x":{"none":null,"t":true,"f":1.0,"e":1e-7,"i":3,"s":" a<b ","items":[1,"z"]}}"#;
+            assert_eq!(render(template, variables).unwrap(), expected, "{template}");
+        }
+    }
+
+    #[test]
+    fn refusals_are_told_apart() {
+        assert!(matches!(render("{{ raise_exception('no') }}", "{}"), Err(TemplateError::Raised(m)) if m == "no"));
+        assert!(matches!(render("{{ x.y.z }}", "{}"), Err(TemplateError::Render(_))));
+        assert!(matches!(render("{% for", "{}"), Err(TemplateError::Compile(_))));
+    }
+
+    #[test]
+    fn a_template_that_never_ends_is_stopped() {
+        let text = "{% for a in range(9999) %}{% for b in range(9999) %}{{ a }}{% endfor %}{% endfor %}";
+        assert!(matches!(render(text, "{}"), Err(TemplateError::Render(_))));
+        let text = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
+        assert!(matches!(render(text, "{}"), Err(TemplateError::Render(_))));
+    }
+}

@@ -1,0 +1,130 @@
+//! Chat templates of real models against what Python renders: one test over all recorded cases.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, SystemTime};
+
+use minijinja::Value;
+use serde_json::value::RawValue;
+
+use super::template::{Template, TemplateError};
+use super::{json, outside_data};
+use crate::prompt::pyvalue::PyDict;
+
+#[derive(serde::Deserialize)]
+struct Vectors {
+    conversations: HashMap<String, HashMap<String, Box<RawValue>>>,
+    templates: HashMap<String, TemplateVector>,
+    cases: Vec<Case>,
+}
+
+#[derive(serde::Deserialize)]
+struct TemplateVector {
+    special_tokens: BTreeMap<String, String>,
+    text: String,
+}
+
+#[derive(serde::Deserialize)]
+struct Case {
+    template_name: String,
+    conversation: String,
+    kwargs: HashMap<String, Box<RawValue>>,
+    expected_text: Option<String>,
+    expected_error: Option<ExpectedError>,
+}
+
+#[derive(serde::Deserialize)]
+struct ExpectedError {
+    kind: String,
+    message: Option<String>,
+}
+
+fn now() -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(1_748_768_703)
+}
+
+/// What a case came to; the text says more where it went wrong.
+enum Outcome {
+    Exact,
+    /// Python renders, we refuse: the request is routed without keys.
+    Refused(String),
+    /// A text that is not Python's.
+    Wrong(String),
+}
+
+fn variables(case: &Case, conversation: &HashMap<String, Box<RawValue>>) -> Value {
+    let mut dict = PyDict::default();
+    dict.set("documents", Value::from(()));
+    dict.set("add_generation_prompt", Value::from(true));
+    for (name, raw) in conversation.iter().chain(&case.kwargs) {
+        dict.set(name, json::value(raw.get()).unwrap());
+    }
+    Value::from_object(dict)
+}
+
+fn outcome(case: &Case, rendered: Result<String, TemplateError>) -> Outcome {
+    match (rendered, &case.expected_text, &case.expected_error) {
+        (Ok(text), Some(expected), _) if &text == expected => Outcome::Exact,
+        (Ok(text), Some(expected), _) => {
+            let same = text.bytes().zip(expected.bytes()).take_while(|(a, b)| a == b).count();
+            let show =
+                |text: &str| text.bytes().skip(same.saturating_sub(30)).take(90).map(char::from).collect::<String>();
+            Outcome::Wrong(format!("at {same}: got {:?} wanted {:?}", show(&text), show(expected)))
+        }
+        (Ok(text), None, _) => {
+            Outcome::Wrong(format!("Python raises, got {:?}", text.chars().take(80).collect::<String>()))
+        }
+        (Err(TemplateError::Raised(message)), None, Some(error)) if error.kind == "raise" => {
+            if error.message.as_ref().is_none_or(|m| *m == message) {
+                Outcome::Exact
+            } else {
+                Outcome::Refused(format!("raised {message:?} instead of {:?}", error.message))
+            }
+        }
+        (Err(error), None, Some(expected)) if expected.kind == "raise" => {
+            Outcome::Refused(format!("failed before it could raise: {error}"))
+        }
+        (Err(_), None, _) => Outcome::Exact,
+        (Err(error), Some(_), _) => Outcome::Refused(error.to_string()),
+    }
+}
+
+#[test]
+fn templates_render_as_python_renders_them() {
+    let Some(path) = outside_data::shared("templates_render_as_python_renders_them", "vectors/chat_templates.json")
+    else {
+        return;
+    };
+    let vectors: Vectors = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let compiled: HashMap<&str, _> = vectors
+        .templates
+        .iter()
+        .map(|(name, t)| (name.as_str(), Template::compile(&t.text, &t.special_tokens, now)))
+        .collect();
+    let (mut exact, mut refused, mut wrong) = (0, 0, 0);
+    let mut by_template: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for case in &vectors.cases {
+        let verdict = match &compiled[case.template_name.as_str()] {
+            Ok(template) => outcome(case, template.render(variables(case, &vectors.conversations[&case.conversation]))),
+            Err(error) => Outcome::Refused(error.to_string()),
+        };
+        let (counter, kind, detail) = match verdict {
+            Outcome::Exact => (&mut exact, "", String::new()),
+            Outcome::Refused(why) => (&mut refused, "refused", why),
+            Outcome::Wrong(why) => (&mut wrong, "WRONG", why),
+        };
+        *counter += 1;
+        if !kind.is_empty() {
+            let line = format!("{kind} {} {}", case.conversation, detail);
+            by_template.entry(&case.template_name).or_default().push(line);
+        }
+    }
+    for (name, lines) in &by_template {
+        eprintln!("{name}: {} cases", lines.len());
+        for line in lines.iter().take(if std::env::var_os("KVLANE_VERBOSE").is_some() { 99 } else { 3 }) {
+            eprintln!("    {line}");
+        }
+    }
+    eprintln!("chat templates: {exact} exact, {refused} refused, {wrong} wrong of {}", vectors.cases.len());
+    assert_eq!(wrong, 0, "a wrong text is worse than none");
+    assert!(exact * 200 >= vectors.cases.len() * 199, "fewer than 99.5 % exact");
+}

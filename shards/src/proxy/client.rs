@@ -1,0 +1,336 @@
+//! The client's side of a connection: requests in, answers out.
+
+use std::cell::RefCell;
+use std::future::{Future, poll_fn};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::rc::Rc;
+use std::task::Poll;
+use std::time::Duration;
+
+use monoio::io::{OwnedWriteHalf, Splitable};
+use monoio::net::TcpStream;
+
+use super::answer::Refusal;
+use super::upstream::write_all;
+use super::watch::{Interrupt, Place, Watch, guarded};
+use crate::executor::{End, ReadAhead};
+use crate::http::request::{self, HeadError, HeadLimits};
+use crate::http::{Dechunker, RequestBody, RequestHead};
+use crate::limits::Limits;
+
+/// Bytes of pipelined requests that are kept while an answer is under way; beyond them the client is not read.
+const READ_AHEAD_MAX: usize = 64 * 1024;
+/// Most room made at once for a body that was announced and has not come.
+const BODY_ROOM_MAX: usize = 1024 * 1024;
+/// Largest decoded chunked body, bytes, whatever the configured limit: its length must fit in the line that announced
+/// the chunks.
+const CHUNKED_BYTES_MAX: usize = 999_999_999;
+/// How long and for how many bytes a client that was refused is listened to, so that the answer reaches it.
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_BYTES_MAX: usize = 4 * 1024 * 1024;
+
+/// A request, complete.
+#[derive(Debug)]
+pub struct Request {
+    /// Head and body in one piece, without chunk framing.
+    pub bytes: Vec<u8>,
+    /// The head.
+    pub head: RequestHead,
+}
+
+/// What came of waiting for a request.
+#[derive(Debug)]
+pub enum Incoming {
+    /// A request.
+    Request(Request),
+    /// One that is answered by the gateway, after which the connection is closed.
+    Refused(Refusal),
+    /// Nothing more comes, or nothing more is wanted.
+    Closed,
+}
+
+/// A client connection.
+pub struct Client {
+    /// The next read, always in flight.
+    pub reader: ReadAhead,
+    /// The writing side.
+    pub writer: OwnedWriteHalf<TcpStream>,
+    /// Of the stream whose halves are above: open as long as they are.
+    descriptor: RawFd,
+    place: Place,
+}
+
+/// Why more bytes of a request did not come.
+enum Stop {
+    End(End),
+    Interrupt(Interrupt),
+}
+
+impl Client {
+    /// Takes a connection over.
+    #[must_use]
+    pub fn new(stream: TcpStream, place: Place) -> Self {
+        let descriptor = stream.as_raw_fd();
+        let (read, writer) = stream.into_split();
+        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, place }
+    }
+
+    /// The connection's supervision.
+    #[must_use]
+    pub fn watch(&self) -> &Rc<Watch> {
+        &self.place.watch
+    }
+
+    /// Waits for a whole request. `fresh` says that it would be the connection's first.
+    pub async fn next_request(&mut self, limits: &Limits, fresh: bool, buffers: &Buffers) -> Incoming {
+        if let Err(incoming) = self.wait_for_first_byte(limits, fresh).await {
+            return incoming;
+        }
+        let (bytes, head) = match self.read_head(limits).await {
+            Ok(read) => read,
+            Err(incoming) => return incoming,
+        };
+        match self.read_body(bytes, head, limits, buffers).await {
+            Ok(request) => Incoming::Request(request),
+            Err(incoming) => incoming,
+        }
+    }
+
+    async fn wait_for_first_byte(&mut self, limits: &Limits, fresh: bool) -> Result<(), Incoming> {
+        if self.reader.taken_along() > 0 && self.reader.cancel().await.is_err() {
+            return Err(Incoming::Closed);
+        }
+        if self.reader.held() == 0 {
+            self.watch().set_idle(true);
+            self.watch().arm(Some(if fresh { limits.head_timeout } else { limits.idle_timeout }));
+            let stop = self.fill().await.err();
+            self.watch().set_idle(false);
+            match stop {
+                None => {}
+                Some(Stop::End(_)) => return Err(Incoming::Closed),
+                Some(Stop::Interrupt(interrupt)) => match self.reader.cancel().await {
+                    // A request that came this very moment is served, not lost.
+                    Ok(1..) => {}
+                    Ok(0) if fresh && interrupt == Interrupt::TimedOut => {
+                        return Err(Incoming::Refused(Refusal::RequestTimeout));
+                    }
+                    Ok(0) | Err(_) => return Err(Incoming::Closed),
+                },
+            }
+        }
+        self.watch().arm(Some(limits.head_timeout));
+        Ok(())
+    }
+
+    async fn read_head(&mut self, limits: &Limits) -> Result<(Vec<u8>, RequestHead), Incoming> {
+        let bounds = HeadLimits { bytes_max: limits.head_bytes_max, headers_max: limits.headers_max };
+        let mut searched = 0;
+        loop {
+            if !self.reader.in_flight() {
+                let bytes = self.reader.bytes();
+                match request::parse(&bytes, searched, bounds) {
+                    Ok(Some(head)) => return Ok((bytes, head)),
+                    Ok(None) => {}
+                    Err(error) => return Err(Incoming::Refused(refusal_of(error))),
+                }
+                searched = bytes.len();
+                self.reader.put_back(bytes);
+            }
+            self.fill().await.map_err(Stop::incoming)?;
+        }
+    }
+
+    async fn read_body(
+        &mut self,
+        mut bytes: Vec<u8>,
+        head: RequestHead,
+        limits: &Limits,
+        buffers: &Buffers,
+    ) -> Result<Request, Incoming> {
+        let too_large = || Incoming::Refused(Refusal::BodyTooLarge(limits.body_bytes_max));
+        let mut decoder = Dechunker::new(head.len);
+        let wanted = match head.body {
+            RequestBody::None => Some(head.len),
+            RequestBody::Length(length) => match usize::try_from(length) {
+                Ok(length) if length <= limits.body_bytes_max => Some(head.len + length),
+                _ => return Err(too_large()),
+            },
+            RequestBody::Chunked => None,
+        };
+        let mut asked = !head.expects_continue;
+        loop {
+            let complete = match wanted {
+                Some(end) => (bytes.len() >= end).then_some((end, end)),
+                None => match decoder.advance(&mut bytes) {
+                    Ok(_) if decoder.data_end() - head.len > limits.body_bytes_max.min(CHUNKED_BYTES_MAX) => {
+                        return Err(too_large());
+                    }
+                    Ok(true) => Some((decoder.data_end(), decoder.body_end())),
+                    Ok(false) => None,
+                    Err(error) => return Err(Incoming::Refused(Refusal::BadRequest(error.to_string()))),
+                },
+            };
+            if let Some((data_end, body_end)) = complete {
+                let mut next = buffers.small();
+                next.extend_from_slice(&bytes[body_end..]);
+                bytes.truncate(data_end);
+                self.reader.put_back(next);
+                return Ok(Request { bytes, head });
+            }
+            if let Some(end) = wanted {
+                bytes.reserve((end - bytes.len()).min(BODY_ROOM_MAX));
+            }
+            self.reader.put_back(bytes);
+            if !asked {
+                asked = true;
+                self.write(b"HTTP/1.1 100 Continue\r\n\r\n".to_vec(), 0, limits.write_timeout)
+                    .await
+                    .map_err(|_| Incoming::Closed)?;
+                if !self.reader.in_flight() {
+                    // The body may have come whole during the write; then there is nothing to wait for.
+                    bytes = self.reader.bytes();
+                    continue;
+                }
+            }
+            self.watch().arm(Some(limits.body_timeout));
+            self.fill().await.map_err(Stop::incoming)?;
+            bytes = self.reader.bytes();
+        }
+    }
+
+    /// Waits for the read in flight, or for a new one.
+    async fn fill(&mut self) -> Result<(), Stop> {
+        let Client { reader, place, .. } = self;
+        poll_fn(|context| {
+            if let Poll::Ready(result) = reader.poll_fill(context) {
+                return Poll::Ready(result.map(drop).map_err(Stop::End));
+            }
+            match place.watch.poll(context) {
+                Some(interrupt) => Poll::Ready(Err(Stop::Interrupt(interrupt))),
+                None => Poll::Pending,
+            }
+        })
+        .await
+    }
+
+    /// Waits for something else than the client, within the time, unless the client leaves.
+    ///
+    /// # Errors
+    /// What interrupted the wait; see [`guarded`].
+    pub async fn guard<F: Future>(&mut self, time: Option<Duration>, future: F) -> Result<F::Output, Interrupt> {
+        self.place.watch.arm(time);
+        guarded(&mut self.reader, &self.place.watch, future).await
+    }
+
+    /// Breaks the connection off: the client sees a reset, never an end.
+    pub fn reset(&self) {
+        reset(self.descriptor);
+    }
+
+    /// Writes `bytes[from..]` within the time, unless the client leaves; gives the buffer back.
+    ///
+    /// # Errors
+    /// The client is gone, does not take its bytes, or is to be cut: the connection must be closed.
+    pub async fn write(&mut self, bytes: Vec<u8>, from: usize, time: Duration) -> Result<Vec<u8>, Interrupt> {
+        self.place.watch.arm(Some(time));
+        let write = write_all(&mut self.writer, bytes, from);
+        let (result, bytes) = guarded(&mut self.reader, &self.place.watch, write).await?;
+        result.map(|()| bytes).map_err(|_| Interrupt::ClientGone)
+    }
+
+    /// Answers a request that was refused, and listens on for a moment: a connection that is closed with bytes unread
+    /// is reset, and the reset may overtake the answer.
+    pub async fn refuse(&mut self, refusal: &Refusal, limits: &Limits) {
+        let answer = refusal.to_bytes(false, false);
+        if self.write(answer, 0, limits.write_timeout).await.is_err() {
+            return;
+        }
+        let _sent = monoio::io::AsyncWriteRent::shutdown(&mut self.writer).await;
+        self.watch().arm(Some(LINGER));
+        let mut heard = 0;
+        while heard < LINGER_BYTES_MAX && self.fill().await.is_ok() {
+            let mut bytes = self.reader.bytes();
+            heard += bytes.len();
+            bytes.clear();
+            self.reader.put_back(bytes);
+        }
+    }
+}
+
+impl Stop {
+    fn incoming(self) -> Incoming {
+        match self {
+            Stop::Interrupt(Interrupt::TimedOut) => Incoming::Refused(Refusal::RequestTimeout),
+            Stop::End(End::Closed | End::Failed(_)) | Stop::Interrupt(_) => Incoming::Closed,
+        }
+    }
+}
+
+fn refusal_of(error: HeadError) -> Refusal {
+    match error {
+        HeadError::Malformed(_) => Refusal::BadRequest(error.to_string()),
+        HeadError::TooLarge => Refusal::HeadTooLarge,
+        HeadError::Unsupported(_) => Refusal::NotImplemented(error.to_string()),
+        HeadError::Version => Refusal::Version,
+    }
+}
+
+/// Whether an error of the connection itself, rather than of the peer, is to blame.
+#[must_use]
+pub fn is_ours(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM | libc::EADDRNOTAVAIL))
+}
+
+/// Resets a connection whatever is still to be sent. Dropping the halves alone would say FIN first, which ends an
+/// answer without a length cleanly.
+fn reset(descriptor: RawFd) {
+    let address = libc::sockaddr { sa_family: libc::AF_UNSPEC as libc::sa_family_t, sa_data: [0; 14] };
+    // SAFETY: the address is live and of the size given; an unspecified family disconnects, touching no memory of ours.
+    // A failure means that the connection is gone already.
+    unsafe { libc::connect(descriptor, &raw const address, std::mem::size_of::<libc::sockaddr>() as libc::socklen_t) };
+}
+
+/// Buffers of a shard, used again.
+#[derive(Debug, Default)]
+pub struct Buffers {
+    small: RefCell<Vec<Vec<u8>>>,
+    relay: RefCell<Vec<Vec<u8>>>,
+}
+
+/// Room of a small buffer, bytes: what an idle connection reads into.
+const SMALL: usize = 4 * 1024;
+/// Least room of a relay buffer, bytes.
+const RELAY: usize = 16 * 1024;
+/// Largest buffer kept for another use, bytes.
+const KEPT_MAX: usize = 72 * 1024;
+/// Buffers kept of each kind; beyond it they are freed.
+const KEPT: usize = 256;
+
+impl Buffers {
+    /// An empty buffer for a client's next request.
+    #[must_use]
+    pub fn small(&self) -> Vec<u8> {
+        self.small.borrow_mut().pop().unwrap_or_else(|| Vec::with_capacity(SMALL))
+    }
+
+    /// An empty buffer for an answer.
+    #[must_use]
+    pub fn relay(&self) -> Vec<u8> {
+        self.relay.borrow_mut().pop().unwrap_or_else(|| Vec::with_capacity(RELAY))
+    }
+
+    /// Keeps a buffer for another use, if it is of a kind that is worth it.
+    pub fn give_back(&self, mut buffer: Vec<u8>) {
+        buffer.clear();
+        let shelf = match buffer.capacity() {
+            SMALL..RELAY => &self.small,
+            RELAY..=KEPT_MAX => &self.relay,
+            _ => return,
+        };
+        let mut shelf = shelf.borrow_mut();
+        if shelf.len() < KEPT {
+            shelf.push(buffer);
+        }
+    }
+}

@@ -1,0 +1,317 @@
+//! One request and its answer: which service, which endpoint, and what is done when an endpoint fails.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+
+use super::Proxy;
+use super::answer::Refusal;
+use super::client::{Client, Request, is_ours};
+use super::models;
+use super::relay::{self, Fault, Terms};
+use super::routes::{LocalService, Pick, RequestView, Routes};
+use super::score::{self, Score};
+use super::upstream::{Pool, Upstream};
+use super::watch::Interrupt;
+use crate::http::{RequestBody, RequestHead, edit};
+use crate::ids::EndpointIndex;
+use crate::prompt::Api;
+use crate::route::{self, Chooser, Decision, Tier};
+use crate::service::{Endpoint, count};
+
+/// Endpoints that one request may find dead; beyond it the request is refused. Each costs up to a connect time-out.
+const CONNECTS_MAX: usize = 16;
+
+/// What becomes of the client connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// It may carry another request.
+    Request,
+    /// It is closed.
+    Close,
+}
+
+/// Serves one request to the end of its answer.
+pub async fn exchange(proxy: &Proxy, client: &mut Client, request: Request, listen: SocketAddr) -> Next {
+    let routes = proxy.routes();
+    let view = RequestView::new(&request.head, &request.bytes);
+    let refusal = if request.head.upgrade {
+        Refusal::NotImplemented("this gateway does not switch protocols".into())
+    } else {
+        match routes.pick(listen, &view) {
+            Pick::Service(local) => {
+                if models::is_asked(&view) {
+                    return models::answer(proxy, client, &local, &view).await;
+                }
+                return serve(proxy, client, request, &routes, &local).await;
+            }
+            Pick::NoRules => Refusal::NoRules,
+            Pick::NoRoute => Refusal::NoRoute,
+            Pick::NoModel(model) => Refusal::ModelUnavailable(model),
+        }
+    };
+    refuse(proxy, client, &request, &refusal).await
+}
+
+async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Routes, local: &LocalService) -> Next {
+    let stats = local.service.shared.stats_of(proxy.id);
+    let view = RequestView::new(&request.head, &request.bytes);
+    let score = match client.guard(None, score::score(local, &routes.models, &view, &proxy.ticket)).await {
+        Ok(score) => score,
+        Err(interrupt) => {
+            if interrupt == Interrupt::ClientGone {
+                count(&stats.client_gone);
+            }
+            return Next::Close;
+        }
+    };
+    let resendable = is_resendable(&view);
+    let to_head = view.method() == "HEAD";
+    let mut attempt = Attempt { proxy, local, request, from: None, sends: 0, resendable, to_head };
+    let outcome = attempt.run(client, &score).await;
+    let request = attempt.request;
+    match outcome {
+        Ok(next) => {
+            proxy.buffers.give_back(request.bytes);
+            next
+        }
+        Err(Failure::Refuse(refusal)) => {
+            if refusal == Refusal::NoHealthyBackend {
+                count(&stats.no_healthy_backend);
+            }
+            count(&stats.responses[usize::from(refusal.status() / 100)]);
+            refuse(proxy, client, &request, &refusal).await
+        }
+        Err(Failure::Close) => Next::Close,
+    }
+}
+
+async fn refuse(proxy: &Proxy, client: &mut Client, request: &Request, refusal: &Refusal) -> Next {
+    let keep_alive = request.head.keep_alive && !proxy.draining.get();
+    let to_head = request.head.method.end - request.head.method.start == 4 && request.bytes.starts_with(b"HEAD");
+    let answer = refusal.to_bytes(keep_alive, to_head);
+    match client.write(answer, 0, proxy.limits.write_timeout).await {
+        Ok(_) if keep_alive => Next::Request,
+        _ => Next::Close,
+    }
+}
+
+/// Whether the request may be sent again after an endpoint took it and died without a byte of an answer. Inference
+/// changes nothing at an engine, and neither do reads.
+fn is_resendable(view: &RequestView<'_>) -> bool {
+    matches!(view.method(), "GET" | "HEAD" | "OPTIONS") || Api::of(view.method(), view.path()).is_some()
+}
+
+/// Why there is no answer from an endpoint.
+enum Failure {
+    /// The gateway answers instead.
+    Refuse(Refusal),
+    /// The client's connection is closed: it left, or its answer broke.
+    Close,
+}
+
+/// A request on its way to an endpoint that answers it.
+struct Attempt<'a> {
+    proxy: &'a Proxy,
+    local: &'a LocalService,
+    request: Request,
+    /// Where the forwarded head begins in the request's bytes, once it has been made.
+    from: Option<usize>,
+    /// Times the request was sent.
+    sends: u32,
+    resendable: bool,
+    to_head: bool,
+}
+
+impl Attempt<'_> {
+    async fn run(&mut self, client: &mut Client, score: &Score) -> Result<Next, Failure> {
+        let mut tried: Vec<EndpointIndex> = Vec::new();
+        loop {
+            let Some(decision) = self.decide(score, &tried) else {
+                return Err(Failure::Refuse(self.nobody()));
+            };
+            let endpoint = &self.local.service.endpoints[decision.endpoint.index()];
+            let pool = &self.local.pools[decision.endpoint.index()];
+            // Before anything is awaited: the next decision must see this one.
+            let reservation = self.proxy.loads.reserve(self.proxy.id, endpoint.shared.slot);
+            let mut connected = match pool.take(self.proxy.limits.upstream_idle_max) {
+                Some(upstream) => Some(upstream),
+                None => self.connect(client, endpoint, pool).await?,
+            };
+            if connected.is_some() {
+                self.count_decision(score, &decision);
+            }
+            while let Some(upstream) = connected.take() {
+                let reused = upstream.reused;
+                match self.forward(client, endpoint, pool, upstream).await {
+                    Ok(next) => {
+                        drop(reservation);
+                        return Ok(next);
+                    }
+                    Err(Fault::Died) if self.resendable && self.sends < 2 => {
+                        pool.clear();
+                        if reused {
+                            // The endpoint may just have closed a connection that was idle for too long.
+                            connected = self.connect(client, endpoint, pool).await?;
+                        }
+                    }
+                    Err(fault) => return Err(self.failure(fault)),
+                }
+            }
+            tried.push(decision.endpoint);
+            if tried.len() >= CONNECTS_MAX {
+                return Err(Failure::Refuse(self.nobody()));
+            }
+        }
+    }
+
+    fn decide(&self, score: &Score, tried: &[EndpointIndex]) -> Option<Decision> {
+        let mut turn = self.local.turn.get();
+        let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
+        let decision = route::decide(&self.local.service, score.evidence(), tried, &mut chooser);
+        self.local.turn.set(turn);
+        decision
+    }
+
+    /// What is said when no endpoint is left.
+    fn nobody(&self) -> Refusal {
+        if self.sends > 0 {
+            Refusal::BackendUnreachable("the endpoint ended the connection without an answer")
+        } else {
+            Refusal::NoHealthyBackend
+        }
+    }
+
+    /// A new connection; none when the endpoint refused it, which takes the endpoint out.
+    async fn connect(
+        &self,
+        client: &mut Client,
+        endpoint: &Endpoint,
+        pool: &Pool,
+    ) -> Result<Option<Upstream>, Failure> {
+        let result = client.guard(Some(self.proxy.limits.connect_timeout), pool.connect()).await;
+        let error = match result {
+            Ok(Ok(upstream)) => return Ok(Some(upstream)),
+            Ok(Err(error)) if is_ours(&error) => {
+                tracing::error!(%error, endpoint = %endpoint.address, "no connection could be opened, for want of resources here");
+                return Err(Failure::Refuse(Refusal::BackendUnreachable("this gateway is out of sockets")));
+            }
+            Ok(Err(error)) => error,
+            Err(Interrupt::TimedOut) => io::ErrorKind::TimedOut.into(),
+            Err(interrupt) => return Err(self.failure(Fault::Client(interrupt))),
+        };
+        pool.clear();
+        endpoint.shared.connect_failures.fetch_add(1, Ordering::Relaxed);
+        count(&endpoint.shared.stats_of(self.proxy.id).connect_failures);
+        count(&self.local.service.shared.stats_of(self.proxy.id).connect_failovers);
+        if endpoint.shared.mark_down() {
+            tracing::warn!(%error, endpoint = %endpoint.address, rule = self.local.service.id.0,
+                "endpoint refused a connection and is out until a probe finds it again");
+        }
+        Ok(None)
+    }
+
+    async fn forward(
+        &mut self,
+        client: &mut Client,
+        endpoint: &Endpoint,
+        pool: &Pool,
+        mut upstream: Upstream,
+    ) -> Result<Next, Fault> {
+        let proxy = self.proxy;
+        self.sends += 1;
+        count(&endpoint.shared.stats_of(proxy.id).requests);
+        let from = *self.from.get_or_insert_with(|| prepare(&mut self.request));
+        let bytes = std::mem::take(&mut self.request.bytes);
+        let write = client.guard(Some(proxy.limits.write_timeout), upstream.write(bytes, from)).await;
+        let (written, bytes) = write.map_err(|interrupt| match interrupt {
+            Interrupt::TimedOut => Fault::FirstByteTimeout,
+            interrupt => Fault::Client(interrupt),
+        })?;
+        self.request.bytes = bytes;
+        // An endpoint that stopped reading may have answered all the same: what comes decides, not the write.
+        let begun =
+            relay::begin(client, &mut upstream, self.to_head, &proxy.limits, &proxy.buffers).await?;
+        if endpoint.shared.connect_failures.load(Ordering::Relaxed) != 0 {
+            endpoint.shared.connect_failures.store(0, Ordering::Relaxed);
+        }
+        let stats = self.local.service.shared.stats_of(proxy.id);
+        count(&stats.responses[usize::from(begun.head.status / 100).min(5)]);
+        let head = &self.request.head;
+        let ends_with_connection = begun.head.body == crate::http::ResponseBody::UntilClose;
+        let terms = Terms {
+            close: !head.keep_alive || proxy.draining.get() || ends_with_connection,
+            is_http10: head.is_http10,
+        };
+        let reusable = relay::relay(client, &mut upstream, begun, terms, &proxy.limits, &proxy.buffers).await?;
+        if reusable && written.is_ok() && !head.is_http10 {
+            pool.put(upstream, proxy.limits.upstream_idle_connections_max);
+        }
+        Ok(if terms.close { Next::Close } else { Next::Request })
+    }
+
+    fn failure(&self, fault: Fault) -> Failure {
+        let stats = self.local.service.shared.stats_of(self.proxy.id);
+        match fault {
+            Fault::Client(Interrupt::ClientGone | Interrupt::TimedOut) => count(&stats.client_gone),
+            Fault::Client(Interrupt::Cut | Interrupt::CloseIdle) => {}
+            Fault::Broken => count(&stats.broken_answers),
+            Fault::Died => {
+                count(&stats.responses[0]);
+                return Failure::Refuse(Refusal::BackendUnreachable(
+                    "the endpoint ended the connection without an answer",
+                ));
+            }
+            Fault::Malformed(reason) => return Failure::Refuse(Refusal::BackendUnreachable(reason)),
+            Fault::FirstByteTimeout => return Failure::Refuse(Refusal::FirstByteTimeout),
+        }
+        Failure::Close
+    }
+
+    fn count_decision(&self, score: &Score, decision: &Decision) {
+        let service = &self.local.service;
+        let Some(kv) = &service.kv else { return };
+        if matches!(score, Score::NotAsked) {
+            return;
+        }
+        let shard = self.proxy.id;
+        if let Some(reason) = decision.miss {
+            count(&service.shared.stats_of(shard).misses[reason as usize]);
+        }
+        if decision.tier == Tier::KvExact {
+            let stats = service.endpoints[decision.endpoint.index()].shared.stats_of(shard);
+            count(&stats.hits);
+            let tokens = u64::from(decision.hit_blocks) * u64::from(kv.block_tokens);
+            stats.hit_tokens.store(stats.hit_tokens.load(Ordering::Relaxed) + tokens, Ordering::Relaxed);
+            if decision.spilled_from.is_some() {
+                count(&stats.spills);
+            }
+            if decision.seeded_from.is_some() {
+                count(&stats.cold_seeds);
+            }
+        }
+    }
+}
+
+/// Edits the head for the endpoint, in place: lines of the client's connection are left out, and a body that came in
+/// chunks, decoded by now, is announced by its length. Returns where the head now begins.
+fn prepare(request: &mut Request) -> usize {
+    let Request { bytes, head } = request;
+    if head.body == RequestBody::Chunked {
+        announce_length(bytes, head);
+    }
+    edit::edit_head(bytes, 0, head.len, &head.dropped, b"")
+}
+
+/// Writes the body's length over the end of the `Transfer-Encoding` line, and leaves the rest of the line to be dropped.
+fn announce_length(bytes: &mut [u8], head: &mut RequestHead) {
+    let Some(line) = head.transfer_encoding else { return };
+    let length = format!("Content-Length: {}\r\n", bytes.len() - head.len);
+    // The shortest such line, "transfer-encoding:chunked", is as long as that of a length of nine digits.
+    let start = line.end - length.len();
+    assert!(start >= line.start, "a chunked body is below CHUNKED_BYTES_MAX");
+    bytes[start..line.end].copy_from_slice(length.as_bytes());
+    if let Some(dropped) = head.dropped.iter_mut().find(|dropped| dropped.start == line.start) {
+        dropped.end = start;
+    }
+}

@@ -1,0 +1,218 @@
+//! One answer: its head read from the endpoint, then bytes passed on as they come.
+//!
+//! One buffer is held: it is read into, written out, and only then read into again, so a client that does not take its
+//! bytes stops the reading of its endpoint.
+
+use super::answer::BROKEN_STREAM_EVENT;
+use super::client::{Buffers, Client};
+use super::upstream::Upstream;
+use super::watch::Interrupt;
+use crate::http::response;
+use crate::http::{BodyTracker, ChunkError, Dechunker, ResponseBody, ResponseHead, edit};
+use crate::limits::Limits;
+
+/// Room kept in front of an answer's head, for the line that may be added to it.
+const HEADROOM: usize = 64;
+const CLOSE_LINE: &[u8] = b"Connection: close\r\n";
+const _: () = assert!(HEADROOM >= CLOSE_LINE.len());
+
+/// Why an answer did not come to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The client left, stalled, or was cut.
+    Client(Interrupt),
+    /// The endpoint ended the connection without a byte of an answer.
+    Died,
+    /// No byte of an answer came in time.
+    FirstByteTimeout,
+    /// What came is no answer; nothing of it was passed on.
+    Malformed(&'static str),
+    /// The answer broke after a part of it was passed on.
+    Broken,
+}
+
+/// An answer's head with what came behind it.
+pub struct Begun {
+    buffer: Vec<u8>,
+    /// The head.
+    pub head: ResponseHead,
+}
+
+/// Reads the answer's head; interim answers are passed over.
+///
+/// # Errors
+/// Everything but [`Fault::Broken`]: nothing was passed on yet.
+pub async fn begin(
+    client: &mut Client,
+    upstream: &mut Upstream,
+    to_head: bool,
+    limits: &Limits,
+    buffers: &Buffers,
+) -> Result<Begun, Fault> {
+    let mut buffer = buffers.relay();
+    buffer.resize(HEADROOM, 0);
+    let mut searched = 0;
+    let mut came = false;
+    loop {
+        if buffer.len() > HEADROOM + limits.head_bytes_max {
+            return Err(Fault::Malformed("the endpoint's answer has a head beyond the limit"));
+        }
+        if buffer.len() == buffer.capacity() {
+            buffer.reserve(buffer.len());
+        }
+        let time = if came { Some(limits.stream_idle_timeout) } else { limits.first_byte_timeout };
+        let result;
+        (result, buffer) = client.guard(time, upstream.read(buffer)).await.map_err(|interrupt| match interrupt {
+            Interrupt::TimedOut => Fault::FirstByteTimeout,
+            interrupt => Fault::Client(interrupt),
+        })?;
+        match result {
+            Ok(1..) => came = true,
+            Ok(0) | Err(_) if came => return Err(Fault::Malformed("the endpoint's answer ended inside its head")),
+            Ok(0) | Err(_) => return Err(Fault::Died),
+        }
+        while let Some(head) = response::parse(&buffer[HEADROOM..], searched, to_head)
+            .map_err(|error| Fault::Malformed(error.0))?
+        {
+            match head.status {
+                // Nobody asked for another protocol: the request's Upgrade was not passed on.
+                101 => return Err(Fault::Malformed("the endpoint switches protocols unasked")),
+                100..200 => drop(buffer.drain(HEADROOM..HEADROOM + head.len)),
+                _ => return Ok(Begun { buffer, head }),
+            }
+            searched = 0;
+        }
+        searched = buffer.len() - HEADROOM;
+    }
+}
+
+/// What the client is to be told about its own connection.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// The connection is closed after this answer.
+    pub close: bool,
+    /// The client speaks HTTP/1.0: no chunks.
+    pub is_http10: bool,
+}
+
+/// How the body goes by: as it is, or freed of its chunks.
+enum Passage {
+    AsIs(BodyTracker),
+    Decoded(Dechunker),
+}
+
+/// Where the body stands after a look at a buffer.
+struct Passed {
+    done: bool,
+    /// The endpoint sent more than its answer.
+    excess: bool,
+}
+
+impl Passage {
+    /// Leaves in the buffer, from `at` on, what the client is to get of the body.
+    fn pass(&mut self, buffer: &mut Vec<u8>, at: usize) -> Result<Passed, ChunkError> {
+        match self {
+            Passage::AsIs(tracker) => {
+                let taken = tracker.advance(&buffer[at..])?;
+                let excess = at + taken < buffer.len();
+                buffer.truncate(at + taken);
+                Ok(Passed { done: tracker.is_done(), excess })
+            }
+            Passage::Decoded(decoder) => {
+                decoder.rebase(at);
+                let done = decoder.advance(buffer)?;
+                let excess = done && decoder.body_end() < buffer.len();
+                buffer.truncate(decoder.data_end());
+                Ok(Passed { done, excess })
+            }
+        }
+    }
+}
+
+/// Passes the answer on, head first, to its end; says whether the endpoint's connection can serve again.
+///
+/// # Errors
+/// [`Fault::Client`] or [`Fault::Broken`]; with the latter the client's connection has been dealt with and must be
+/// closed.
+pub async fn relay(
+    client: &mut Client,
+    upstream: &mut Upstream,
+    begun: Begun,
+    terms: Terms,
+    limits: &Limits,
+    buffers: &Buffers,
+) -> Result<bool, Fault> {
+    let Begun { mut buffer, mut head } = begun;
+    let decode = terms.is_http10 && head.body == ResponseBody::Chunked;
+    if decode && let Some(line) = head.transfer_encoding {
+        head.dropped.push(line);
+        head.dropped.sort_unstable_by_key(|span| span.start);
+    }
+    if head.is_http10 {
+        // Said of this connection, not of the endpoint's: "HTTP/1.0" becomes "HTTP/1.1".
+        buffer[HEADROOM + b"HTTP/1.".len()] = b'1';
+    }
+    let added = if terms.close { CLOSE_LINE } else { b"" };
+    let mut from = edit::edit_head(&mut buffer, HEADROOM, head.len, &head.dropped, added);
+    let mut at = HEADROOM + head.len;
+    let mut passage = if decode {
+        Passage::Decoded(Dechunker::new(at))
+    } else {
+        Passage::AsIs(BodyTracker::new(head.body))
+    };
+    let until_close = head.body == ResponseBody::UntilClose;
+    loop {
+        let Ok(passed) = passage.pass(&mut buffer, at) else {
+            end_broken(client, &passage, head.event_stream, limits).await;
+            return Err(Fault::Broken);
+        };
+        if from < buffer.len() {
+            buffer = client.write(buffer, from, limits.write_timeout).await.map_err(Fault::Client)?;
+        }
+        if passed.done {
+            buffers.give_back(buffer);
+            return Ok(head.keep_alive && !passed.excess);
+        }
+        if buffer.len() == buffer.capacity() && buffer.capacity() < limits.relay_bytes_max {
+            buffer = Vec::with_capacity(limits.relay_bytes_max);
+        }
+        buffer.clear();
+        (from, at) = (0, 0);
+        let read = client.guard(Some(limits.stream_idle_timeout), upstream.read(buffer)).await;
+        let result;
+        (result, buffer) = match read {
+            Ok(read) => read,
+            Err(Interrupt::TimedOut) => {
+                end_broken(client, &passage, head.event_stream, limits).await;
+                return Err(Fault::Broken);
+            }
+            Err(interrupt) => return Err(Fault::Client(interrupt)),
+        };
+        match result {
+            Ok(1..) => {}
+            Ok(0) if until_close => {
+                buffers.give_back(buffer);
+                return Ok(false);
+            }
+            Ok(0) | Err(_) => {
+                end_broken(client, &passage, head.event_stream, limits).await;
+                return Err(Fault::Broken);
+            }
+        }
+    }
+}
+
+/// Ends an answer that broke, so that no client can take it for a whole one: chunks stay without their last, a length
+/// unfulfilled; a stream of events gets an event that says so, where one can stand.
+async fn end_broken(client: &mut Client, passage: &Passage, event_stream: bool, limits: &Limits) {
+    let event = match passage {
+        Passage::AsIs(BodyTracker::Chunked(scanner)) if event_stream && scanner.at_boundary() => {
+            format!("{:x}\r\n{BROKEN_STREAM_EVENT}\r\n", BROKEN_STREAM_EVENT.len())
+        }
+        Passage::AsIs(BodyTracker::Length(_) | BodyTracker::Chunked(_)) => return,
+        Passage::AsIs(BodyTracker::UntilClose) | Passage::Decoded(_) if event_stream => BROKEN_STREAM_EVENT.to_owned(),
+        Passage::AsIs(BodyTracker::UntilClose) | Passage::Decoded(_) => return client.reset(),
+    };
+    // The client's connection is closed next, whatever comes of this.
+    let _told = client.write(event.into_bytes(), 0, limits.write_timeout).await;
+}

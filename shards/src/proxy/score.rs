@@ -1,0 +1,90 @@
+//! From a request to the evidence its routing decision stands on: prompt keys, made in slices, walked through the
+//! inventory as they come.
+
+use crate::executor::Ticket;
+use crate::inventory::{Reader, Run, Walk};
+use crate::prompt::{Api, Job, Lookup, ModelTable, Step};
+use crate::route::Evidence;
+use crate::service::{KvExact, MissReason};
+
+use super::routes::{LocalService, RequestView};
+
+/// What is known of a request's prompt.
+#[derive(Debug)]
+pub enum Score {
+    /// The request has no prompt, or its service does not look at prompts.
+    NotAsked,
+    /// The prompt could not be scored.
+    Miss(MissReason),
+    /// What the holders have of it.
+    Runs {
+        /// Tokens, exact or estimated.
+        prompt_tokens: u64,
+        /// Contiguous runs from block 0.
+        runs: Vec<Run>,
+    },
+}
+
+impl Score {
+    /// As the decision takes it.
+    #[must_use]
+    pub fn evidence(&self) -> Evidence<'_> {
+        match self {
+            Score::NotAsked => Evidence::None(MissReason::ModeOff),
+            Score::Miss(reason) => Evidence::None(*reason),
+            Score::Runs { prompt_tokens, runs } => Evidence::Scored { prompt_tokens: *prompt_tokens, runs },
+        }
+    }
+}
+
+/// Scores the request's prompt, giving way between slices. Dropping it stops the work.
+pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestView<'_>, ticket: &Ticket) -> Score {
+    let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
+    let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
+    let ticket = ticket.take().await;
+    let job = match begin(api, kv, models, request) {
+        Ok(job) => job,
+        Err(reason) => return Score::Miss(reason),
+    };
+    ticket.breathe().await;
+    let mut work = Work { job, walk: Walk::default() };
+    loop {
+        match work.slice(reader) {
+            Ok(None) => ticket.breathe().await,
+            Ok(Some(score)) => return score,
+            Err(reason) => return Score::Miss(reason),
+        }
+    }
+}
+
+fn begin(api: Api, kv: &KvExact, models: &ModelTable, request: &RequestView<'_>) -> Result<Job, MissReason> {
+    // The engine reads the body's model; the header only chooses the rule.
+    let body = request.body().ok_or(MissReason::Tokenize)?;
+    let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
+    let Lookup::Ready(model) = models.lookup(model) else { return Err(MissReason::Tokenizer) };
+    let template = kv.chat_template.as_ref();
+    Job::new(api, request.body_bytes(), model, template, kv.algo, &kv.none_hash, kv.block_tokens)
+}
+
+struct Work {
+    job: Job,
+    walk: Walk,
+}
+
+impl Work {
+    /// One slice: some keys, and how far the holders go along with them. The inventory is not held beyond it.
+    fn slice(&mut self, reader: &Reader) -> Result<Option<Score>, MissReason> {
+        let step = self.job.step()?;
+        let keys = self.job.take_keys();
+        if keys.is_empty() && step == Step::More {
+            return Ok(None);
+        }
+        let Some(guard) = reader.enter() else { return Err(MissReason::NoWorker) };
+        let goes_on = guard.advance(&mut self.walk, keys);
+        if goes_on && step == Step::More {
+            return Ok(None);
+        }
+        let runs = self.walk.runs(&guard).collect();
+        Ok(Some(Score::Runs { prompt_tokens: self.job.prompt_tokens(), runs }))
+    }
+}

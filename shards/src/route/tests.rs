@@ -1,0 +1,416 @@
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::block::{FIXED_SEED, HashAlgo, NoneHash};
+use crate::ids::ServiceId;
+use crate::inventory;
+use crate::load::{LoadSlot, Reservation};
+use crate::service::{Endpoint, EndpointShared, Engine, ServiceShared};
+
+const SHARD: ShardId = ShardId(0);
+/// Enough tokens that the cap of the saving plays no part: 100 blocks and one token.
+const LONG: u64 = 1_601;
+
+/// A service of warm endpoints, without relief or seeding, with loads that tests set.
+struct Fleet {
+    service: Service,
+    loads: Arc<LoadTable>,
+    turn: Turn,
+    in_flight: Vec<Reservation>,
+}
+
+impl Fleet {
+    fn new(endpoints: u16) -> Self {
+        let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
+        let kv = KvExact {
+            block_tokens: 16,
+            algo: HashAlgo::Sha256Cbor,
+            none_hash: NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED),
+            chat_template: None,
+            min_match_tokens: 16,
+            spill_relief: false,
+            mean_load_factor: 175,
+            seed_every: 0,
+            seed_min_blocks: 16,
+            inventory,
+        };
+        let endpoint = |index: u16| {
+            let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 1);
+            shared.kv_blocks.store(1_000, Ordering::Relaxed);
+            Endpoint {
+                address: ([127, 0, 0, 1], 9_000 + index).into(),
+                dns_name: None,
+                weight: 1,
+                backup: false,
+                retired: false,
+                shared: Arc::new(shared),
+            }
+        };
+        let service = Service {
+            id: ServiceId(0),
+            name: String::new(),
+            listen: ([127, 0, 0, 1], 8_000).into(),
+            host: None,
+            path: None,
+            model: None,
+            select: Select::RoundRobin,
+            engine: Engine::Vllm,
+            kv: Some(kv),
+            endpoints: (0..endpoints).map(endpoint).collect(),
+            shared: Arc::new(ServiceShared::new(1)),
+        };
+        let loads = Arc::new(LoadTable::new(1, usize::from(endpoints)));
+        Fleet { service, loads, turn: Turn::starting_at(SHARD), in_flight: Vec::new() }
+    }
+
+    fn kv(mut self, edit: impl FnOnce(&mut KvExact)) -> Self {
+        edit(self.service.kv.as_mut().expect("a KV rule"));
+        self
+    }
+
+    fn loads(mut self, loads: &[u32]) -> Self {
+        self.set_loads(loads);
+        self
+    }
+
+    fn set_loads(&mut self, loads: &[u32]) {
+        self.in_flight.clear();
+        for (index, &load) in loads.iter().enumerate() {
+            self.in_flight.extend((0..load).map(|_| self.loads.reserve(SHARD, LoadSlot(index as u32))));
+        }
+    }
+
+    fn cold(self, index: usize, blocks: u64) -> Self {
+        self.service.endpoints[index].shared.kv_blocks.store(blocks, Ordering::Relaxed);
+        self
+    }
+
+    fn decide(&mut self, evidence: Evidence<'_>, tried: &[u16]) -> Option<Decision> {
+        let tried: Vec<_> = tried.iter().copied().map(EndpointIndex).collect();
+        let mut chooser = Chooser { shard: SHARD, loads: &self.loads, turn: &mut self.turn };
+        decide(&self.service, evidence, &tried, &mut chooser)
+    }
+
+    /// A decision over (endpoint, blocks) runs at rank 0.
+    fn scored(&mut self, prompt_tokens: u64, runs: &[(u16, u32)]) -> Decision {
+        let runs: Vec<_> = runs.iter().map(|&(endpoint, blocks)| run(endpoint, 0, blocks)).collect();
+        self.decide(Evidence::Scored { prompt_tokens, runs: &runs }, &[]).expect("there are candidates")
+    }
+
+    fn missed(&mut self, reason: MissReason) -> Option<u16> {
+        self.decide(Evidence::None(reason), &[]).map(|decision| decision.endpoint.0)
+    }
+}
+
+fn run(endpoint: u16, rank: u8, blocks: u32) -> Run {
+    Run { endpoint: EndpointIndex(endpoint), rank: Rank(rank), blocks }
+}
+
+/// A hit without diversion at rank 0.
+fn hit(endpoint: u16, hit_blocks: u32) -> Decision {
+    Decision {
+        endpoint: EndpointIndex(endpoint),
+        rank: Some(Rank(0)),
+        tier: Tier::KvExact,
+        hit_blocks,
+        miss: None,
+        spilled_from: None,
+        seeded_from: None,
+    }
+}
+
+#[test]
+fn the_longest_run_wins_whatever_the_loads_and_the_least_loaded_of_equals() {
+    let check = |loads: &[u32], runs: &[(u16, u32)], expected: Decision| {
+        assert_eq!(Fleet::new(4).loads(loads).scored(LONG, runs), expected, "loads {loads:?}, runs {runs:?}");
+    };
+    check(&[0, 0, 0, 0], &[(2, 1)], hit(2, 1));
+    check(&[0, 9, 0, 0], &[(0, 4), (1, 5), (3, 1)], hit(1, 5));
+    check(&[3, 2, 0, 2], &[(0, 5), (1, 5), (2, 4)], hit(1, 5));
+    check(&[3, 2, 1, 2], &[(3, 7), (2, 7), (0, 7)], hit(2, 7));
+}
+
+#[test]
+fn the_best_rank_stands_for_its_endpoint_and_is_conveyed() {
+    let mut fleet = Fleet::new(4);
+    let runs = [run(1, 0, 3), run(1, 2, 8), run(1, 3, 5), run(2, 1, 7)];
+    let decision = fleet.decide(Evidence::Scored { prompt_tokens: LONG, runs: &runs }, &[]).unwrap();
+    assert_eq!(decision, Decision { rank: Some(Rank(2)), ..hit(1, 8) });
+}
+
+#[test]
+fn the_last_token_is_always_computed_so_the_predicted_saving_is_capped() {
+    let check = |tokens, blocks, predicted| {
+        assert_eq!(Fleet::new(2).scored(tokens, &[(1, blocks)]), hit(1, predicted), "{tokens} tokens, {blocks} blocks");
+    };
+    check(16, 1, 0);
+    check(17, 1, 1);
+    check(32, 2, 1);
+    check(33, 2, 2);
+    check(1_601, 7, 7);
+}
+
+#[test]
+fn every_reason_of_a_miss() {
+    let check = |fleet: &mut Fleet, tokens, runs: &[(u16, u32)], expected| {
+        let decision = fleet.scored(tokens, runs);
+        assert_eq!((decision.tier, decision.miss), (Tier::Select, Some(expected)), "{tokens} tokens, runs {runs:?}");
+        assert_eq!((decision.hit_blocks, decision.rank), (0, None));
+    };
+    let mut fleet = Fleet::new(4);
+    check(&mut fleet, 15, &[], MissReason::Shallow);
+    check(&mut fleet, LONG, &[], MissReason::NoWorker);
+    check(&mut fleet, LONG, &[(9, 3)], MissReason::Excluded);
+    assert!(fleet.service.endpoints[2].shared.mark_down());
+    fleet.service.endpoints[3].weight = 0;
+    check(&mut fleet, LONG, &[(2, 5), (3, 5)], MissReason::Excluded);
+    assert_eq!(fleet.scored(LONG, &[(2, 5), (3, 5), (0, 1)]), hit(0, 1), "who is left decides");
+    fleet.service.endpoints[1].retired = true;
+    check(&mut fleet, LONG, &[(1, 5)], MissReason::Excluded);
+
+    check(&mut Fleet::new(2).kv(|kv| kv.min_match_tokens = 64), 63, &[(0, 3)], MissReason::Shallow);
+    check(&mut Fleet::new(2).kv(|kv| kv.min_match_tokens = 0), 15, &[], MissReason::Hashes);
+    assert_eq!(Fleet::new(2).kv(|kv| kv.min_match_tokens = 64).scored(64, &[(0, 3)]), hit(0, 3));
+    assert_eq!(Fleet::new(2).kv(|kv| kv.min_match_tokens = 0).scored(16, &[(0, 1)]), hit(0, 0));
+
+    let mut plain = Fleet::new(2);
+    plain.service.kv = None;
+    check(&mut plain, LONG, &[(0, 3)], MissReason::ModeOff);
+    let told = Fleet::new(2).decide(Evidence::None(MissReason::TemplateMissing), &[]).unwrap();
+    assert_eq!(told.miss, Some(MissReason::TemplateMissing));
+}
+
+#[test]
+fn round_robin_goes_round_the_candidates_from_the_shards_own_start() {
+    let mut fleet = Fleet::new(4);
+    let order: Vec<_> = (0..6).filter_map(|_| fleet.missed(MissReason::ModelEmpty)).collect();
+    assert_eq!(order, [0, 1, 2, 3, 0, 1]);
+    // A masked endpoint's share goes to all others, not to its neighbour.
+    assert!(fleet.service.endpoints[3].shared.mark_down());
+    let order: Vec<_> = (0..6).filter_map(|_| fleet.missed(MissReason::ModelEmpty)).collect();
+    assert_eq!(order, [2, 0, 1, 2, 0, 1]);
+    fleet.turn = Turn::starting_at(ShardId(9));
+    assert_eq!(fleet.missed(MissReason::ModelEmpty), Some(1));
+    // Hits in between do not disturb it.
+    fleet.scored(LONG, &[(0, 1), (1, 1)]);
+    assert_eq!(fleet.missed(MissReason::ModelEmpty), Some(2));
+}
+
+#[test]
+fn least_connections_takes_the_least_loaded_and_equals_in_turn() {
+    let mut fleet = Fleet::new(4).loads(&[2, 1, 3, 1]);
+    fleet.service.select = Select::LeastConnections;
+    let mut shares = [0; 4];
+    for _ in 0..100 {
+        shares[usize::from(fleet.missed(MissReason::TextEmpty).unwrap())] += 1;
+    }
+    assert_eq!((shares[0], shares[2]), (0, 0));
+    assert!((48..=52).contains(&shares[1]), "{shares:?}");
+    // The runs of a request that is not scored play no part.
+    let decision = fleet.scored(LONG, &[]);
+    assert_eq!(decision.miss, Some(MissReason::NoWorker));
+}
+
+#[test]
+fn equals_are_spread_evenly_also_when_two_kinds_of_request_alternate() {
+    let mut fleet = Fleet::new(8);
+    let all: Vec<_> = (0..8).map(|endpoint| (endpoint, 3)).collect();
+    let mut shares = [0_u32; 8];
+    for _ in 0..800 {
+        shares[fleet.scored(LONG, &all).endpoint.index()] += 1;
+    }
+    assert!(shares.iter().all(|share| (95..=105).contains(share)), "{shares:?}");
+
+    let mut shares = [0_u32; 8];
+    for _ in 0..200 {
+        for runs in [[(0, 3), (1, 3)], [(6, 2), (7, 2)]] {
+            shares[fleet.scored(LONG, &runs).endpoint.index()] += 1;
+        }
+    }
+    assert!([0, 1, 6, 7].iter().all(|&index| (90..=110).contains(&shares[index])), "{shares:?}");
+}
+
+#[test]
+fn a_backup_is_chosen_only_while_no_other_endpoint_is_a_candidate() {
+    let mut fleet = Fleet::new(3);
+    fleet.service.endpoints[0].backup = true;
+    let order: Vec<_> = (0..4).filter_map(|_| fleet.missed(MissReason::ModelEmpty)).collect();
+    assert_eq!(order, [1, 2, 1, 2]);
+    assert_eq!(fleet.scored(LONG, &[(0, 9)]).miss, Some(MissReason::Excluded));
+    let evidence = Evidence::None(MissReason::ModelEmpty);
+    assert_eq!(fleet.decide(evidence, &[1, 2]).unwrap().endpoint, EndpointIndex(0), "the others refused");
+    assert_eq!(fleet.decide(evidence, &[0, 1, 2]), None);
+    fleet.service.endpoints.iter().for_each(|endpoint| assert!(endpoint.shared.mark_down()));
+    assert_eq!(fleet.decide(evidence, &[]), None);
+}
+
+#[test]
+fn relief_moves_a_hit_from_a_winner_at_the_cap_to_the_least_loaded_below_it() {
+    // Endpoint 0 has the long run, endpoint 2 a short one.
+    let check = |factor, loads: &[u32], expected: u16| {
+        let mut fleet = Fleet::new(4).loads(loads).kv(|kv| (kv.spill_relief, kv.mean_load_factor) = (true, factor));
+        let decision = fleet.scored(LONG, &[(0, 9), (2, 4)]);
+        let blocks = [9, 0, 4, 0][usize::from(expected)];
+        let moved = Decision { rank: None, spilled_from: Some(EndpointIndex(0)), ..hit(expected, blocks) };
+        let stayed = hit(0, 9);
+        assert_eq!(decision, if expected == 0 { stayed } else { moved }, "factor {factor}, loads {loads:?}");
+    };
+    // total 0: cap max(1, 0) = 1; a winner with nothing in flight stays, whatever the others have.
+    check(175, &[0, 0, 0, 0], 0);
+    check(175, &[0, 0, 0, 9], 0);
+    // total 1: cap ⌈175 / 400⌉ = 1.
+    check(175, &[1, 0, 0, 0], 1);
+    // total 2: cap ⌈350 / 400⌉ = 1; the lowest index of those with nothing.
+    check(175, &[1, 1, 0, 0], 2);
+    // total 3: cap ⌈525 / 400⌉ = 2; 1 < 2 stays.
+    check(175, &[1, 1, 1, 0], 0);
+    // total 4: cap ⌈700 / 400⌉ = 2; 2 ≥ 2.
+    check(175, &[2, 1, 1, 0], 3);
+    // total 8: cap ⌈1400 / 400⌉ = 4.
+    check(175, &[4, 2, 1, 1], 2);
+    check(175, &[3, 3, 1, 1], 0);
+    // total 40: cap ⌈7000 / 400⌉ = 18.
+    check(175, &[17, 8, 8, 7], 0);
+    check(175, &[18, 8, 8, 6], 3);
+    // factor 100, all equal, total 8: cap 2; nobody is below it, so the winner stays.
+    check(100, &[2, 2, 2, 2], 0);
+    // factor 1000, total 5: cap ⌈5000 / 400⌉ = 13.
+    check(1_000, &[5, 0, 0, 0], 0);
+}
+
+#[test]
+fn relief_counts_candidates_only_and_can_be_off() {
+    let mut fleet = Fleet::new(4).loads(&[2, 9, 1, 0]).kv(|kv| kv.spill_relief = true);
+    assert!(fleet.service.endpoints[1].shared.mark_down());
+    assert!(fleet.service.endpoints[3].shared.mark_down());
+    // Two candidates, total 3: cap ⌈525 / 200⌉ = 3; with the others it would be ⌈2100 / 400⌉ = 6.
+    assert_eq!(fleet.scored(LONG, &[(0, 9)]), hit(0, 9));
+    fleet.set_loads(&[3, 9, 0, 0]);
+    assert_eq!(fleet.scored(LONG, &[(0, 9)]).spilled_from, Some(EndpointIndex(0)));
+    let mut off = Fleet::new(4).loads(&[50, 0, 0, 0]);
+    assert_eq!(off.scored(LONG, &[(0, 9)]), hit(0, 9));
+}
+
+#[test]
+fn of_32_hits_beside_a_cold_endpoint_the_16th_and_the_32nd_are_diverted() {
+    let mut fleet = Fleet::new(4).cold(3, 15).cold(2, 16).kv(|kv| kv.seed_every = 16);
+    // Three more shards, whose hits the same counter counts.
+    let mut turns = [1, 2, 3].map(|shard| Turn::starting_at(ShardId(shard)));
+    let diverted: Vec<_> = (1..=32)
+        .filter(|hit_number| {
+            std::mem::swap(&mut fleet.turn, &mut turns[hit_number % 3]);
+            let decision = fleet.scored(LONG, &[(0, 9), (3, 2)]);
+            if decision.seeded_from.is_some() {
+                let expected = Decision { rank: None, seeded_from: Some(EndpointIndex(0)), ..hit(3, 2) };
+                assert_eq!(decision, expected);
+            }
+            decision.seeded_from.is_some()
+        })
+        .collect();
+    assert_eq!(diverted, [16, 32]);
+}
+
+#[test]
+fn seeding_counts_hits_only_while_another_candidate_is_cold() {
+    let ticks = |fleet: &Fleet| fleet.service.shared.seed_ticks.load(Ordering::Relaxed);
+    let seeded = |fleet: &mut Fleet| fleet.scored(LONG, &[(0, 9)]).seeded_from.is_some();
+    // Nobody cold; the winner itself cold; a cold endpoint that is down: none of these counts.
+    let mut warm = Fleet::new(3).kv(|kv| kv.seed_every = 1);
+    assert!(!seeded(&mut warm));
+    let mut own = Fleet::new(3).cold(0, 3).kv(|kv| kv.seed_every = 1);
+    assert!(!seeded(&mut own));
+    let mut down = Fleet::new(3).cold(1, 0).kv(|kv| kv.seed_every = 1);
+    assert!(down.service.endpoints[1].shared.mark_down());
+    assert!(!seeded(&mut down));
+    // Misses do not count either.
+    let mut fleet = Fleet::new(3).cold(1, 0).kv(|kv| kv.seed_every = 1);
+    fleet.missed(MissReason::NoWorker);
+    assert_eq!([&warm, &own, &down, &fleet].map(ticks), [0; 4]);
+
+    // Every hit, to the lowest index of the cold ones; never the winner.
+    let mut all = Fleet::new(3).cold(0, 0).cold(1, 0).cold(2, 0).kv(|kv| kv.seed_every = 1);
+    assert_eq!(all.scored(LONG, &[(0, 9)]).endpoint, EndpointIndex(1));
+    assert_eq!(all.scored(LONG, &[(1, 9)]).endpoint, EndpointIndex(0));
+    // A floor of 0 means empty; an interval of 0 means never.
+    let floor = |blocks| Fleet::new(2).cold(1, blocks).kv(|kv| (kv.seed_every, kv.seed_min_blocks) = (1, 0));
+    assert!(!seeded(&mut floor(1)));
+    assert!(seeded(&mut floor(0)));
+    assert!(!seeded(&mut Fleet::new(2).cold(1, 0)));
+}
+
+#[test]
+fn a_hit_that_spilled_can_still_be_the_seeded_one() {
+    let mut fleet = Fleet::new(3).loads(&[4, 0, 1]).cold(2, 0).kv(|kv| (kv.spill_relief, kv.seed_every) = (true, 2));
+    let spilled = Decision { rank: None, spilled_from: Some(EndpointIndex(0)), ..hit(1, 0) };
+    assert_eq!(fleet.scored(LONG, &[(0, 9)]), spilled);
+    let both = Decision { endpoint: EndpointIndex(2), seeded_from: Some(EndpointIndex(0)), ..spilled };
+    assert_eq!(fleet.scored(LONG, &[(0, 9)]), both);
+}
+
+/// An endpoint as drawn: up, weight, backup, retired, load, blocks.
+type Drawn = (bool, u32, bool, bool, u32, u64);
+
+fn drawn_fleet(drawn: &[Drawn], select: Select, relief: bool, every: u32) -> Fleet {
+    let mut fleet = Fleet::new(drawn.len() as u16).kv(|kv| (kv.spill_relief, kv.seed_every) = (relief, every));
+    fleet.service.select = select;
+    for (index, &(up, weight, backup, retired, _, blocks)) in drawn.iter().enumerate() {
+        let endpoint = &mut fleet.service.endpoints[index];
+        (endpoint.weight, endpoint.backup, endpoint.retired) = (weight, backup, retired);
+        endpoint.shared.kv_blocks.store(blocks, Ordering::Relaxed);
+        if !up {
+            endpoint.shared.mark_down();
+        }
+    }
+    fleet.set_loads(&drawn.iter().map(|drawn| drawn.4).collect::<Vec<_>>());
+    fleet
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn equal_inputs_give_equal_decisions_and_only_a_candidate_is_chosen(
+        drawn in proptest::collection::vec(
+            (any::<bool>(), 0..3_u32, any::<bool>(), proptest::bool::weighted(0.1), 0..5_u32, 0..40_u64), 1..12),
+        least in any::<bool>(),
+        relief in any::<bool>(),
+        every in 0..4_u32,
+        requests in proptest::collection::vec(
+            (0..200_u64, proptest::collection::vec((0..14_u16, 0..4_u8, 0..9_u32), 0..10),
+             proptest::collection::vec(0..12_u16, 0..3)), 1..20),
+    ) {
+        let select = if least { Select::LeastConnections } else { Select::RoundRobin };
+        let mut fleets = [0, 1].map(|_| drawn_fleet(&drawn, select, relief, every));
+        for (prompt_tokens, runs, tried) in requests {
+            let runs: Vec<_> = runs.into_iter().map(|(endpoint, rank, blocks)| run(endpoint, rank, blocks)).collect();
+            let evidence = Evidence::Scored { prompt_tokens, runs: &runs };
+            let [first, second] = fleets.each_mut().map(|fleet| fleet.decide(evidence, &tried));
+            prop_assert_eq!(&first, &second);
+            let usable = |backup: bool| {
+                let tried = &tried;
+                drawn.iter().enumerate().filter(move |(index, drawn)| {
+                    drawn.0 && drawn.1 > 0 && drawn.2 == backup && !drawn.3 && !tried.contains(&(*index as u16))
+                }).map(|(index, _)| index).collect::<Vec<_>>()
+            };
+            let candidates = if usable(false).is_empty() { usable(true) } else { usable(false) };
+            let Some(decision) = first else {
+                prop_assert!(candidates.is_empty(), "who could have taken it was not asked");
+                continue;
+            };
+            prop_assert!(candidates.contains(&decision.endpoint.index()));
+            let best = |index: usize| {
+                runs.iter().filter(|run| run.endpoint.index() == index).map(|run| run.blocks).max().unwrap_or(0)
+            };
+            let usable_blocks = (prompt_tokens.saturating_sub(1) / 16) as u32;
+            prop_assert_eq!(decision.miss.is_some(), decision.tier == Tier::Select);
+            if decision.tier == Tier::KvExact {
+                prop_assert_eq!(decision.hit_blocks, best(decision.endpoint.index()).min(usable_blocks));
+                let winner = decision.seeded_from.or(decision.spilled_from).unwrap_or(decision.endpoint);
+                let longest = candidates.iter().map(|&index| best(index)).max();
+                prop_assert_eq!(Some(best(winner.index())), longest);
+            }
+        }
+    }
+}

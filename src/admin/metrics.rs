@@ -1,0 +1,182 @@
+//! Counters and states for Prometheus, read from the shards' and ingest's own memory when asked for.
+//!
+//! Names known from the reference keep their names; a `service` label stands beside `ep_idx`, without which two
+//! rules' endpoints could not be told apart.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::Registry;
+use shards::service::{Endpoint, EndpointStats, MissReason, ServiceStats};
+
+use crate::supervise::{Control, Entry, View};
+
+use super::Context;
+
+pub(super) fn registry(control: Control) -> Registry {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(Source { control }));
+    registry
+}
+
+pub(super) async fn scrape(State(context): State<Context>) -> Response {
+    let mut text = String::new();
+    match prometheus_client::encoding::text::encode(&mut text, &context.registry) {
+        Ok(()) => ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text)
+            .into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+#[derive(Debug)]
+struct Source {
+    control: Control,
+}
+
+/// Labels of one sample.
+pub(crate) type Labels = Vec<(&'static str, String)>;
+
+/// Families written one after the other, each with all its samples.
+pub(crate) struct Families<'a>(DescriptorEncoder<'a>);
+
+impl Families<'_> {
+    /// A family of counters; `_total` is appended to the name.
+    pub(crate) fn counter(
+        &mut self,
+        name: &str,
+        help: &str,
+        samples: impl IntoIterator<Item = (Labels, u64)>,
+    ) -> std::fmt::Result {
+        let mut family = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (labels, value) in samples {
+            ConstCounter::new(value).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+
+    /// A family of gauges.
+    pub(crate) fn gauge(
+        &mut self,
+        name: &str,
+        help: &str,
+        samples: impl IntoIterator<Item = (Labels, u64)>,
+    ) -> std::fmt::Result {
+        let mut family = self.0.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for (labels, value) in samples {
+            let value = i64::try_from(value).unwrap_or(i64::MAX);
+            ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
+impl Collector for Source {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> std::fmt::Result {
+        let view = self.control.view();
+        let mut families = Families(encoder);
+        rules(&mut families, &view)?;
+        endpoints(&mut families, &view, &self.control)?;
+        services(&mut families, &view)?;
+        self.control.ingest.encode(&mut families)?;
+        for_shards(&mut families, &view)
+    }
+}
+
+fn rules(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
+    families.gauge("loxilb_lb_rules", "Rules in force", [(Vec::new(), view.entries.len() as u64)])?;
+    let healthy = view.entries.iter().map(|entry| {
+        let usable = entry.service.endpoints.iter().filter(|endpoint| endpoint.is_candidate()).count();
+        (service(entry), usable as u64)
+    });
+    families.gauge("loxilb_healthy_endpoints", "Endpoints that requests may go to", healthy)
+}
+
+fn service(entry: &Entry) -> Labels {
+    vec![("service", entry.id.0.to_string())]
+}
+
+/// The endpoints of all rules with their labels, those that left a rule excepted.
+fn each_endpoint(view: &View) -> impl Iterator<Item = (Labels, &Endpoint)> {
+    view.entries.iter().flat_map(|entry| {
+        entry.service.endpoints.iter().filter(|endpoint| !endpoint.retired).map(|endpoint| {
+            let mut labels = service(entry);
+            labels.push(("ep_idx", endpoint.shared.index.0.to_string()));
+            (labels, endpoint)
+        })
+    })
+}
+
+fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std::fmt::Result {
+    type Read = fn(&EndpointStats) -> &AtomicU64;
+    let counters: [(&str, &str, Read); 6] = [
+        ("loxilb_pd_kv_tier15_hits", "Requests sent to the endpoint with the longest cached prefix", |s| &s.hits),
+        ("loxilb_pd_kv_tier15_spills", "Hits that an overloaded winner gave to this endpoint", |s| &s.spills),
+        ("loxilb_pd_kv_tier15_cold_seeds", "Hits given to this endpoint because it was cold", |s| &s.cold_seeds),
+        ("kvlane_endpoint_requests", "Requests sent to the endpoint", |s| &s.requests),
+        ("kvlane_endpoint_hit_tokens", "Prompt tokens predicted to hit at the endpoint", |s| &s.hit_tokens),
+        ("kvlane_endpoint_connect_failures", "Connects refused or timed out", |s| &s.connect_failures),
+    ];
+    for (name, help, read) in counters {
+        let samples = each_endpoint(view).map(|(labels, endpoint)| {
+            let sum = endpoint.shared.stats.iter().map(|stats| read(stats).load(Ordering::Relaxed)).sum();
+            (labels, sum)
+        });
+        families.counter(name, help, samples)?;
+    }
+    let blocks = each_endpoint(view).map(|(labels, e)| (labels, e.shared.kv_blocks.load(Ordering::Relaxed)));
+    families.gauge("loxilb_pd_kv_blocks", "Blocks announced by the engine and not withdrawn", blocks)?;
+    let info = each_endpoint(view).map(|(mut labels, endpoint)| {
+        labels.push(("ep", endpoint.address.to_string()));
+        (labels, 1)
+    });
+    families.gauge("loxilb_pd_ep_info", "Address of the endpoint", info)?;
+    let up = each_endpoint(view).map(|(labels, endpoint)| (labels, u64::from(endpoint.is_candidate())));
+    families.gauge("kvlane_endpoint_up", "Whether requests may go to the endpoint", up)?;
+    let flight = each_endpoint(view).map(|(labels, e)| (labels, u64::from(control.loads.total(e.shared.slot))));
+    families.gauge("kvlane_endpoint_in_flight", "Requests under way at the endpoint", flight)
+}
+
+fn services(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
+    let sum = |entry: &Entry, read: &dyn Fn(&ServiceStats) -> &AtomicU64| -> u64 {
+        entry.shared.stats.iter().map(|stats| read(stats).load(Ordering::Relaxed)).sum()
+    };
+    let misses = view.entries.iter().flat_map(|entry| {
+        MissReason::ALL.into_iter().map(move |reason| {
+            let mut labels = service(entry);
+            labels.push(("reason", reason.name().to_owned()));
+            (labels, sum(entry, &|stats| &stats.misses[reason as usize]))
+        })
+    });
+    families.counter("loxilb_pd_kv_tier15_miss_reason", "Requests that the KV tier did not decide", misses)?;
+    let responses = view.entries.iter().flat_map(|entry| {
+        ["none", "1xx", "2xx", "3xx", "4xx", "5xx"].into_iter().enumerate().map(move |(class, name)| {
+            let mut labels = service(entry);
+            labels.push(("status_class", name.to_owned()));
+            (labels, sum(entry, &|stats| &stats.responses[class]))
+        })
+    });
+    families.counter("kvlane_responses", "Answers of endpoints by status class", responses)?;
+    type Read = fn(&ServiceStats) -> &AtomicU64;
+    let counters: [(&str, &str, Read); 4] = [
+        ("kvlane_no_healthy_backend", "Requests refused because no endpoint was usable", |s| &s.no_healthy_backend),
+        ("kvlane_connect_failovers", "Requests that moved to another endpoint", |s| &s.connect_failovers),
+        ("kvlane_broken_answers", "Answers that broke after their first byte", |s| &s.broken_answers),
+        ("kvlane_client_gone", "Requests whose client left early", |s| &s.client_gone),
+    ];
+    for (name, help, read) in counters {
+        families.counter(name, help, view.entries.iter().map(|entry| (service(entry), sum(entry, &read))))?;
+    }
+    Ok(())
+}
+
+fn for_shards(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
+    let info = view.shards.iter().map(|shard| (vec![("shard", shard.id.0.to_string())], shard.core as u64));
+    families.gauge("kvlane_shard_core", "Core the shard runs on", info)
+}

@@ -1,0 +1,72 @@
+//! Whether the process can do its work, and what keeps it from it.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+use crate::supervise::Entry;
+
+use super::Context;
+
+/// Rules, shards and models. Always 200: the answer's `ready` says whether a rule has a usable endpoint.
+pub(super) async fn ready(State(context): State<Context>) -> Response {
+    let view = context.control.view();
+    let rules: Vec<Value> = view.entries.iter().map(|entry| rule(entry)).collect();
+    let shards: Vec<Value> = view.shards.iter().map(|shard| shard.report()).collect();
+    Json(json!({
+        "ready": view.is_ready(),
+        "rules": rules,
+        "shards": shards,
+        "models": context.control.models.report(),
+    }))
+    .into_response()
+}
+
+fn rule(entry: &Entry) -> Value {
+    let endpoints = &entry.service.endpoints;
+    let total = endpoints.iter().filter(|endpoint| !endpoint.retired).count();
+    let usable = endpoints.iter().filter(|endpoint| endpoint.is_candidate()).count();
+    let reason = match usable {
+        0 => "no endpoint is up with a weight above 0",
+        _ => "",
+    };
+    json!({
+        "service_id": entry.id.0,
+        "name": entry.rule.name,
+        "listen": entry.rule.key.listen(),
+        "ready": usable > 0,
+        "reason": reason,
+        "endpoints": total,
+        "usable_endpoints": usable,
+    })
+}
+
+pub(super) async fn models(State(context): State<Context>) -> Response {
+    Json(json!({ "models": context.control.models.report() })).into_response()
+}
+
+pub(super) async fn streams(State(context): State<Context>) -> Response {
+    Json(json!({ "streams": context.control.ingest.report() })).into_response()
+}
+
+pub(super) async fn version() -> Response {
+    Json(json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "buildInfo": format!("kvlane {} for {}", env!("CARGO_PKG_VERSION"), std::env::consts::ARCH),
+        "product": "kvlane",
+    }))
+    .into_response()
+}
+
+pub(super) async fn healthz() -> &'static str {
+    "ok\n"
+}
+
+pub(super) async fn readyz(State(context): State<Context>) -> Response {
+    match context.control.view().is_ready() {
+        true => "ready\n".into_response(),
+        false => (StatusCode::SERVICE_UNAVAILABLE, "no rule has a usable endpoint\n").into_response(),
+    }
+}

@@ -1,0 +1,75 @@
+//! The command line: `kvlane serve` and `kvlane check`.
+//!
+//! Exit codes: 0 = it went right, 1 = the answer is "no" (a file with problems, a gateway that cannot start),
+//! 2 = the command itself was wrong.
+
+mod check;
+mod descriptors;
+mod serve;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::fields::Problem;
+use crate::rules::KvDefaults;
+
+pub use serve::{Ready, run};
+
+/// A gateway that sends each LLM request to the engine that already holds its prompt prefix.
+#[derive(Debug, Parser)]
+#[command(name = "kvlane", version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the gateway until SIGTERM or SIGINT, then let requests under way finish.
+    Serve {
+        /// Configuration file (TOML); without one, everything has its default and there are no rules.
+        #[arg(short, long, value_name = "FILE")]
+        config: Option<PathBuf>,
+    },
+    /// Check a configuration file, and say what this machine gives the gateway.
+    Check {
+        /// Configuration file (TOML).
+        file: PathBuf,
+        /// Print the result as JSON.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// How a command ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    Right = 0,
+    No = 1,
+    Usage = 2,
+}
+
+/// Runs the command line; the first argument is the program's name. Other programs of this workspace start the
+/// gateway by re-executing themselves into this.
+pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
+    let outcome = match Arguments::try_parse_from(args) {
+        Ok(arguments) => match arguments.command {
+            Command::Serve { config } => serve::serve(config.as_deref()),
+            Command::Check { file, json } => check::check(&file, json),
+        },
+        Err(error) => {
+            // Help and version come this way too; if they cannot be printed there is nobody to tell.
+            let _ = error.print();
+            if error.use_stderr() { Outcome::Usage } else { Outcome::Right }
+        }
+    };
+    ExitCode::from(outcome as u8)
+}
+
+/// The environment's defaults of rules.
+fn kv_defaults() -> Result<KvDefaults, Vec<Problem>> {
+    KvDefaults::from_env(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+}

@@ -1,0 +1,187 @@
+//! The options outside `[[rule]]`: each is named, bounded and given its default here and nowhere else.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use shards::limits::Limits;
+
+use crate::cores::Wish;
+use crate::fields::{Fields, Node, Report, Value};
+
+use super::Config;
+
+/// Most cores a list may name.
+const CORES_MAX: usize = 1024;
+/// Longest time an option may set.
+const HOUR_MS: i64 = 3_600_000;
+
+pub(super) fn read(config: &mut Config, root: &mut Fields<'_>, report: &mut Report) {
+    if let Some(level) = root.text_set(report, "log") {
+        match level.parse::<tracing_subscriber::EnvFilter>() {
+            Ok(_) => level.clone_into(&mut config.log),
+            Err(error) => root.invalid(report, "log", format!("{level:?} is no level or filter: {error}")),
+        }
+    }
+    if let Some(fields) = root.table(report, "shards") {
+        read_shards(config, fields, report);
+    }
+    if let Some(mut fields) = root.table(report, "ingest") {
+        if let Some(wish) = read_cores(&mut fields, report, "cores") {
+            config.cores.ingest = wish;
+        }
+        fields.finish(report);
+    }
+    if let Some(mut fields) = root.table(report, "control") {
+        config.cores.control = read_control_core(&mut fields, report);
+        fields.finish(report);
+    }
+    if let Some(fields) = root.table(report, "limits") {
+        read_limits(&mut config.limits, fields, report);
+    }
+    if let Some(mut fields) = root.table(report, "tokenizers") {
+        if let Some(dir) = fields.text_set(report, "dir") {
+            config.tokenizers_dir = PathBuf::from(dir);
+        }
+        fields.finish(report);
+    }
+    if let Some(mut fields) = root.table(report, "admin") {
+        if let Some(address) = read_listen(&mut fields, report) {
+            config.admin_listen = address;
+        }
+        fields.finish(report);
+    }
+    if let Some(mut fields) = root.table(report, "metrics") {
+        config.metrics_listen = read_listen(&mut fields, report);
+        if config.metrics_listen.is_some_and(|address| address.port() != 0 && address == config.admin_listen) {
+            fields.invalid(report, "listen", "is already that of [admin] listen");
+        }
+        fields.finish(report);
+    }
+}
+
+fn read_shards(config: &mut Config, mut fields: Fields<'_>, report: &mut Report) {
+    if let Some(wish) = read_cores(&mut fields, report, "cores") {
+        config.cores.shards = wish;
+    }
+    if let Some(count) = fields.int_in(report, "count", 1..=CORES_MAX as i64) {
+        match &mut config.cores.shards {
+            Wish::Auto(most) => *most = Some(count as usize),
+            Wish::List(_) => fields.invalid(report, "count", "goes with cores = \"auto\": a list counts itself"),
+        }
+    }
+    if let Some(backlog) = fields.int_in(report, "listen_backlog", 1..=65_535) {
+        config.listen_backlog = backlog as u32;
+    }
+    if let Some(entries) = fields.int_in(report, "ring_entries", 64..=32_768) {
+        if entries.count_ones() != 1 {
+            fields.invalid(report, "ring_entries", format!("{entries} is no power of two"));
+        }
+        config.ring_entries = entries as u32;
+    }
+    if let Some(ms) = fields.int_in(report, "drain_timeout_ms", 0..=HOUR_MS) {
+        config.drain_timeout = Duration::from_millis(ms as u64);
+    }
+    fields.finish(report);
+}
+
+/// `"auto"` or a list of cores.
+fn read_cores(fields: &mut Fields<'_>, report: &mut Report, name: &str) -> Option<Wish> {
+    let node = fields.take(name)?;
+    let wish = match &node.value {
+        Value::Text(text) if text == "auto" => Some(Wish::Auto(None)),
+        Value::List(items) if items.len() <= CORES_MAX => {
+            items.iter().map(core_of).collect::<Option<_>>().map(Wish::List)
+        }
+        _ => None,
+    };
+    if wish.is_none() {
+        fields.invalid(
+            report,
+            name,
+            format!("expected \"auto\" or a list of cores such as [2, 3], found {}", node.value),
+        );
+    }
+    wish
+}
+
+fn core_of(node: &Node) -> Option<usize> {
+    match node.value {
+        Value::Int(core) => usize::try_from(core).ok(),
+        _ => None,
+    }
+}
+
+fn read_control_core(fields: &mut Fields<'_>, report: &mut Report) -> Option<usize> {
+    let node = fields.take("core")?;
+    match &node.value {
+        Value::Text(text) if text == "auto" => None,
+        other => {
+            let core = core_of(node);
+            if core.is_none() {
+                fields.invalid(report, "core", format!("expected \"auto\" or a core such as 1, found {other}"));
+            }
+            core
+        }
+    }
+}
+
+fn read_listen(fields: &mut Fields<'_>, report: &mut Report) -> Option<SocketAddr> {
+    let text = fields.text_set(report, "listen")?;
+    let address = text.parse().ok();
+    if address.is_none() {
+        fields.invalid(report, "listen", format!("{text:?} is not of the form \"127.0.0.1:11111\""));
+    }
+    address
+}
+
+fn read_limits(limits: &mut Limits, mut fields: Fields<'_>, report: &mut Report) {
+    let default = limits.clone();
+    let f = &mut fields;
+    *limits = Limits {
+        head_bytes_max: size(f, report, "head_bytes_max", 1024..=1 << 20, default.head_bytes_max),
+        headers_max: size(f, report, "headers_max", 8..=1000, default.headers_max),
+        body_bytes_max: size(f, report, "body_bytes_max", 1024..=1 << 30, default.body_bytes_max),
+        relay_bytes_max: size(f, report, "relay_bytes_max", 4096..=1 << 20, default.relay_bytes_max),
+        connections_max: size(f, report, "connections_max", 1..=1 << 20, default.connections_max),
+        head_timeout: time(f, report, "head_timeout_ms", default.head_timeout),
+        body_timeout: time(f, report, "body_timeout_ms", default.body_timeout),
+        idle_timeout: time(f, report, "idle_timeout_ms", default.idle_timeout),
+        connect_timeout: time(f, report, "connect_timeout_ms", default.connect_timeout),
+        first_byte_timeout: fields_time(f, report, "first_byte_timeout_ms").or(default.first_byte_timeout),
+        stream_idle_timeout: time(f, report, "stream_idle_timeout_ms", default.stream_idle_timeout),
+        write_timeout: time(f, report, "write_timeout_ms", default.write_timeout),
+        upstream_idle_max: time(f, report, "upstream_idle_max_ms", default.upstream_idle_max),
+        upstream_idle_connections_max: size(
+            f,
+            report,
+            "upstream_idle_connections_max",
+            0..=65_535,
+            default.upstream_idle_connections_max,
+        ),
+        slice_bytes: size(f, report, "slice_bytes", 256..=1 << 20, default.slice_bytes),
+        ..default
+    };
+    if limits.upstream_idle_max > Duration::from_secs(4) {
+        fields.invalid(report, "upstream_idle_max_ms", "must be at most 4000: engines close idle connections at 5 s");
+    }
+    fields.finish(report);
+}
+
+fn size(
+    fields: &mut Fields<'_>,
+    report: &mut Report,
+    name: &str,
+    range: std::ops::RangeInclusive<i64>,
+    default: usize,
+) -> usize {
+    fields.int_in(report, name, range).map_or(default, |value| value as usize)
+}
+
+fn time(fields: &mut Fields<'_>, report: &mut Report, name: &str, default: Duration) -> Duration {
+    fields_time(fields, report, name).unwrap_or(default)
+}
+
+fn fields_time(fields: &mut Fields<'_>, report: &mut Report, name: &str) -> Option<Duration> {
+    fields.int_in(report, name, 1..=HOUR_MS).map(|ms| Duration::from_millis(ms as u64))
+}

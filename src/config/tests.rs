@@ -1,0 +1,127 @@
+use super::*;
+
+use crate::cores::Wish;
+
+fn parse(text: &str) -> Result<Config, Vec<Problem>> {
+    Config::parse(text, &KvDefaults::default()).map(|(config, _)| config)
+}
+
+fn listing(text: &str) -> Vec<String> {
+    let problems = parse(text).expect_err("the file must be refused");
+    let path = Path::new("kvlane.toml");
+    Listing { path, problems: &problems }.to_string().lines().map(str::to_owned).collect()
+}
+
+const RULE: &str = "[[rule]]\nexternalIP = \"127.0.0.1\"\nport = 8080\nkvExactMode = 3\n\
+                    [[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = 8001\n";
+
+#[test]
+fn every_file_in_configs_is_right() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs");
+    let mut seen = 0;
+    for entry in std::fs::read_dir(&dir).expect("configs is there") {
+        let path = entry.expect("a directory entry").path();
+        let result = Config::read(&path, &KvDefaults::default());
+        let (config, warnings) = result.unwrap_or_else(|error| panic!("{error}"));
+        assert!(warnings.is_empty(), "{}: {warnings:?}", path.display());
+        if path.ends_with("lab.toml") {
+            assert_eq!(config.admin_listen.to_string(), "0.0.0.0:11111");
+        }
+        seen += 1;
+    }
+    assert!(seen >= 3, "configs holds the examples");
+}
+
+#[test]
+fn an_empty_file_is_the_defaults() {
+    let config = parse("").expect("right");
+    assert_eq!(config.admin_listen.to_string(), "127.0.0.1:11111");
+    assert_eq!(config.metrics_listen, None);
+    assert_eq!(config.tokenizers_dir, Path::new("/etc/loxilb/tokenizers"));
+    assert_eq!(config.cores, Wishes::default());
+    assert!(config.rules.is_empty());
+}
+
+#[test]
+fn all_problems_come_with_file_line_key_and_reason() {
+    let text = "\
+log = \"\"
+logs = \"info\"
+[shards]
+cores = \"all\"
+count = 0
+ring_entries = 1000
+[ingest]
+cores = [1, -2]
+[control]
+core = \"first\"
+[limits]
+body_bytes_max = 1
+head_timeout_ms = \"10s\"
+upstream_idle_max_ms = 5000
+[admin]
+listen = \"11111\"
+[[rule]]
+externalIP = \"127.0.0.1\"
+port = 0
+[[rule.endpoints]]
+endpointIP = \"127.0.0.1\"
+targetPort = 8000
+wieght = 1
+";
+    assert_eq!(
+        listing(text),
+        [
+            "kvlane.toml:2: logs: unknown key",
+            "kvlane.toml:4: shards.cores: expected \"auto\" or a list of cores such as [2, 3], found \"all\"",
+            "kvlane.toml:5: shards.count: 0 is not within 1 to 1024",
+            "kvlane.toml:6: shards.ring_entries: 1000 is no power of two",
+            "kvlane.toml:8: ingest.cores: expected \"auto\" or a list of cores such as [2, 3], found a list",
+            "kvlane.toml:10: control.core: expected \"auto\" or a core such as 1, found \"first\"",
+            "kvlane.toml:12: limits.body_bytes_max: 1 is not within 1024 to 1073741824",
+            "kvlane.toml:13: limits.head_timeout_ms: expected a whole number, found a text (\"10s\")",
+            "kvlane.toml:14: limits.upstream_idle_max_ms: must be at most 4000: engines close idle connections at 5 s",
+            "kvlane.toml:16: admin.listen: \"11111\" is not of the form \"127.0.0.1:11111\"",
+            "kvlane.toml:19: rule[0].port: 0 is not within 1 to 65535",
+            "kvlane.toml:23: rule[0].endpoints[0].wieght: unknown key",
+        ]
+    );
+}
+
+#[test]
+fn contradictions_between_parts_are_found() {
+    let cases = [
+        ("[shards]\ncores = [0]\ncount = 1\n".to_owned(), "shards.count: goes with cores = \"auto\""),
+        (format!("{RULE}{RULE}"), "rule[1]: an earlier rule is for 127.0.0.1:8080 already"),
+        (format!("[admin]\nlisten = \"127.0.0.1:8080\"\n{RULE}"), "rule[0]: 127.0.0.1:8080 is already that of [admin]"),
+        (
+            "[admin]\nlisten = \"127.0.0.1:9000\"\n[metrics]\nlisten = \"127.0.0.1:9000\"\n".to_owned(),
+            "metrics.listen: is already that of [admin] listen",
+        ),
+        ("port = \n".to_owned(), "kvlane.toml:1: not TOML"),
+        ("rule = 3\n".to_owned(), "rule: expected a list of tables, found a whole number"),
+    ];
+    for (text, expected) in cases {
+        let lines = listing(&text);
+        assert!(lines.iter().any(|line| line.contains(expected)), "{lines:?} lacks {expected:?}");
+    }
+}
+
+#[test]
+fn options_reach_their_places() {
+    let config = parse(&format!(
+        "log = \"debug\"\n[shards]\ncores = [0, 1]\nlisten_backlog = 128\nring_entries = 256\ndrain_timeout_ms = 5\n\
+         [ingest]\ncores = \"auto\"\n[control]\ncore = 1\n[limits]\nbody_bytes_max = 4096\nfirst_byte_timeout_ms = 7\n\
+         [tokenizers]\ndir = \"/tmp/t\"\n[metrics]\nlisten = \"[::1]:9090\"\n{RULE}"
+    ))
+    .expect("right");
+    assert_eq!(config.cores.shards, Wish::List(vec![0, 1]));
+    assert_eq!((config.cores.ingest, config.cores.control), (Wish::Auto(None), Some(1)));
+    assert_eq!((config.listen_backlog, config.ring_entries), (128, 256));
+    assert_eq!(config.drain_timeout, Duration::from_millis(5));
+    assert_eq!(config.limits.body_bytes_max, 4096);
+    assert_eq!(config.limits.first_byte_timeout, Some(Duration::from_millis(7)));
+    assert_eq!(config.metrics_listen, Some("[::1]:9090".parse().expect("an address")));
+    assert_eq!(config.rules.len(), 1);
+    assert!(config.rules[0].kv.is_some());
+}

@@ -1,0 +1,263 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::*;
+
+const BLOCK: u32 = 4;
+
+/// Events in today's map form, built by hand.
+#[derive(Clone, Debug)]
+struct Wire(Vec<u8>);
+
+fn text(bytes: &mut Vec<u8>, text: &str) {
+    bytes.push(0xa0 | text.len() as u8);
+    bytes.extend_from_slice(text.as_bytes());
+}
+
+fn keys(bytes: &mut Vec<u8>, keys: &[u64]) {
+    bytes.extend_from_slice(&[0xdc, (keys.len() >> 8) as u8, keys.len() as u8]);
+    for key in keys {
+        bytes.push(0xcf);
+        bytes.extend_from_slice(&key.to_be_bytes());
+    }
+}
+
+fn store_of(stored: &[u64], parent: Option<u64>, group: u8, medium: &str, kind: &str, block: u32) -> Wire {
+    let mut bytes = vec![0x87];
+    text(&mut bytes, "type");
+    text(&mut bytes, "BlockStored");
+    text(&mut bytes, "block_hashes");
+    keys(&mut bytes, stored);
+    text(&mut bytes, "parent_block_hash");
+    match parent {
+        None => bytes.push(0xc0),
+        Some(parent) => {
+            bytes.push(0xcf);
+            bytes.extend_from_slice(&parent.to_be_bytes());
+        }
+    }
+    text(&mut bytes, "token_ids");
+    keys(&mut bytes, &vec![7; stored.len() * block as usize]);
+    text(&mut bytes, "block_size");
+    bytes.push(block as u8);
+    text(&mut bytes, "group_idx");
+    bytes.push(group);
+    text(&mut bytes, "medium");
+    text(&mut bytes, medium);
+    if !kind.is_empty() {
+        bytes[0] += 1;
+        text(&mut bytes, "kv_cache_spec_kind");
+        text(&mut bytes, kind);
+    }
+    Wire(bytes)
+}
+
+fn store(stored: &[u64], parent: Option<u64>) -> Wire {
+    store_of(stored, parent, 0, "GPU", "full_attention", BLOCK)
+}
+
+fn remove_of(removed: &[u64], group: u8, medium: &str) -> Wire {
+    let mut bytes = vec![0x84];
+    text(&mut bytes, "type");
+    text(&mut bytes, "BlockRemoved");
+    text(&mut bytes, "block_hashes");
+    keys(&mut bytes, removed);
+    text(&mut bytes, "medium");
+    text(&mut bytes, medium);
+    text(&mut bytes, "group_idx");
+    bytes.push(group);
+    Wire(bytes)
+}
+
+fn remove(removed: &[u64]) -> Wire {
+    remove_of(removed, 0, "GPU")
+}
+
+fn cleared() -> Wire {
+    Wire(b"\x81\xa4type\xb0AllBlocksCleared".to_vec())
+}
+
+fn batch(events: &[Wire]) -> Vec<u8> {
+    let mut bytes = vec![0x93, 0x01, 0x90 | events.len() as u8];
+    events.iter().for_each(|event| bytes.extend_from_slice(&event.0));
+    bytes.push(0);
+    bytes
+}
+
+/// Copies with the holders' sets that their operations build.
+struct Bench {
+    copies: Copies,
+    stats: StreamStats,
+    holders: Vec<BTreeSet<u64>>,
+}
+
+impl Bench {
+    fn new(ranks: usize, blocks_max: usize) -> Self {
+        Bench {
+            copies: Copies::new(ranks, BLOCK, blocks_max),
+            stats: StreamStats::default(),
+            holders: vec![BTreeSet::new(); ranks],
+        }
+    }
+
+    fn apply(&mut self, rank: usize, events: &[Wire]) {
+        let holder = &mut self.holders[rank];
+        self.copies.apply(rank, &batch(events), &self.stats, &mut |op| match op {
+            Op::Store(key) => assert!(holder.insert(key.0), "a store is told once"),
+            Op::Remove(key) => assert!(holder.remove(&key.0), "a removal is told once, of what is held"),
+            Op::Clear => holder.clear(),
+        });
+        let union: BTreeSet<u64> = self.holders.iter().flatten().copied().collect();
+        assert_eq!(self.copies.distinct(), union.len() as u64, "each key once per endpoint");
+        for (rank, holder) in self.holders.iter().enumerate() {
+            assert_eq!(&self.copies.keys(rank).map(|key| key.0).collect::<BTreeSet<_>>(), holder);
+        }
+    }
+
+    fn held(&self, rank: usize) -> Vec<u64> {
+        self.holders[rank].iter().copied().collect()
+    }
+
+    fn count(&self, counter: impl Fn(&StreamStats) -> &std::sync::atomic::AtomicU64) -> u64 {
+        counter(&self.stats).load(std::sync::atomic::Ordering::Relaxed)
+    }
+}
+
+#[test]
+fn a_block_stays_until_every_copy_is_gone() {
+    let mut bench = Bench::new(1, 100);
+    bench.apply(0, &[store(&[1, 2], None)]);
+    bench.apply(0, &[store(&[1, 2], None)]);
+    bench.apply(0, &[remove(&[2])]);
+    assert_eq!(bench.held(0), [1, 2]);
+    bench.apply(0, &[remove(&[2]), remove(&[9])]);
+    assert_eq!(bench.held(0), [1]);
+    assert_eq!((bench.count(|s| &s.duplicates), bench.count(|s| &s.unknown_removals)), (2, 1));
+}
+
+#[test]
+fn a_prefix_that_is_reported_again_is_no_further_copy() {
+    let mut bench = Bench::new(1, 100);
+    bench.apply(0, &[store(&[1, 2, 3], None), store(&[4], Some(3))]);
+    bench.apply(0, &[store(&[1, 2, 3], None), store(&[4], Some(3))]);
+    bench.apply(0, &[remove(&[1, 2, 3])]);
+    assert_eq!(bench.held(0), [4], "the prefix was one copy, the recomputed last block two");
+    bench.apply(0, &[remove(&[4]), remove(&[4])]);
+    assert!(bench.held(0).is_empty());
+}
+
+#[test]
+fn a_clear_empties_one_rank_and_hides_no_other() {
+    let mut bench = Bench::new(3, 100);
+    bench.apply(0, &[store(&[1, 2], None)]);
+    bench.apply(2, &[store(&[2, 3], None)]);
+    assert_eq!(bench.copies.distinct(), 3);
+    bench.apply(0, &[cleared(), store(&[5], None)]);
+    assert_eq!((bench.held(0), bench.held(2)), (vec![5], vec![2, 3]));
+    bench.apply(2, &[cleared(), cleared()]);
+    assert_eq!((bench.count(|s| &s.clears), bench.copies.distinct()), (2, 1));
+}
+
+#[test]
+fn other_media_and_sparse_groups_disturb_nothing() {
+    let mut bench = Bench::new(1, 100);
+    bench.apply(0, &[store_of(&[1, 2], None, 0, "gpu", "mla_attention", BLOCK)]);
+    bench.apply(0, &[store_of(&[1, 3], None, 0, "CPU", "full_attention", BLOCK)]);
+    bench.apply(0, &[store_of(&[1, 4], None, 1, "GPU", "sliding_window", BLOCK)]);
+    bench.apply(0, &[remove_of(&[1], 0, "CPU"), remove_of(&[1], 1, "GPU"), remove_of(&[1], 0, "STORAGE")]);
+    assert_eq!(bench.held(0), [1, 2]);
+    bench.apply(0, &[store_of(&[6], None, 0, "GPU", "", BLOCK)]);
+    assert_eq!(bench.held(0), [1, 2, 6]);
+    assert_eq!((bench.count(|s| &s.other_medium), bench.count(|s| &s.other_group)), (3, 1));
+}
+
+#[test]
+fn a_key_in_two_attention_groups_is_held_until_both_let_go() {
+    let mut bench = Bench::new(1, 100);
+    bench.apply(0, &[store_of(&[1], None, 0, "GPU", "full_attention", BLOCK)]);
+    bench.apply(0, &[store_of(&[1], None, 3, "GPU", "full_attention", BLOCK), remove_of(&[1], 0, "GPU")]);
+    assert_eq!(bench.held(0), [1]);
+    bench.apply(0, &[remove_of(&[1], 3, "GPU")]);
+    assert!(bench.held(0).is_empty());
+    for group in 0..=GROUPS_MAX as u8 {
+        bench.apply(0, &[store_of(&[u64::from(group)], None, group, "GPU", "full_attention", BLOCK)]);
+    }
+    assert_eq!(bench.stats.rejects[Reject::Group as usize].load(std::sync::atomic::Ordering::Relaxed), 1);
+}
+
+#[test]
+fn blocks_of_another_size_do_not_enter_and_are_reported() {
+    let mut bench = Bench::new(1, 100);
+    bench.apply(0, &[store_of(&[1], None, 0, "GPU", "full_attention", 2 * BLOCK)]);
+    assert!(bench.held(0).is_empty());
+    assert_eq!(bench.count(|s| &s.block_size_mismatches), 1);
+    assert_eq!(bench.stats.engine_block_tokens.load(std::sync::atomic::Ordering::Relaxed), 2 * BLOCK);
+}
+
+#[test]
+fn at_the_bound_the_oldest_blocks_are_withdrawn() {
+    let mut bench = Bench::new(1, 5);
+    bench.apply(0, &[store(&[1, 2, 3, 4], None), store(&[5, 6, 7], Some(4))]);
+    assert_eq!(bench.held(0), [3, 4, 5, 6, 7]);
+    assert_eq!(bench.count(|s| &s.evicted), 2);
+    bench.apply(0, &[remove(&[1, 3]), store(&[8], Some(7))]);
+    assert_eq!(bench.held(0), [4, 5, 6, 7, 8]);
+}
+
+#[test]
+fn a_payload_that_is_no_batch_changes_nothing() {
+    let mut bench = Bench::new(1, 100);
+    bench.apply(0, &[store(&[1], None)]);
+    bench.copies.apply(0, b"\xc1", &bench.stats, &mut |op| panic!("{op:?}"));
+    assert_eq!(bench.stats.rejects[Reject::Batch as usize].load(std::sync::atomic::Ordering::Relaxed), 1);
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Store(u8, Vec<u64>),
+    Remove(u8, u64),
+    Clear,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (0_u8..2, prop::collection::vec(0_u64..30, 1..6)).prop_map(|(group, keys)| Step::Store(group, keys)),
+        4 => (0_u8..2, 0_u64..30).prop_map(|(group, key)| Step::Remove(group, key)),
+        1 => Just(Step::Clear),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Against the obvious model: a map from (rank, group, key) to a number.
+    #[test]
+    fn any_history_ends_as_a_map_of_copies(steps in prop::collection::vec((0_usize..3, step()), 0..200)) {
+        let mut bench = Bench::new(3, 10_000);
+        let mut model: BTreeMap<(usize, u8, u64), u32> = BTreeMap::new();
+        for (rank, step) in steps {
+            match step {
+                Step::Store(group, stored) => {
+                    stored.iter().for_each(|key| *model.entry((rank, group, *key)).or_insert(0) += 1);
+                    bench.apply(rank, &[store_of(&stored, Some(99), group, "GPU", "full_attention", BLOCK)]);
+                }
+                Step::Remove(group, key) => {
+                    if let Some(copies) = model.get_mut(&(rank, group, key)) {
+                        *copies = copies.saturating_sub(1);
+                    }
+                    bench.apply(rank, &[remove_of(&[key], group, "GPU")]);
+                }
+                Step::Clear => {
+                    model.retain(|(of, _, _), _| *of != rank);
+                    bench.apply(rank, &[cleared()]);
+                }
+            }
+            for rank in 0..3 {
+                let expected: BTreeSet<u64> =
+                    model.iter().filter(|((of, _, _), n)| *of == rank && **n > 0).map(|((_, _, key), _)| *key).collect();
+                prop_assert_eq!(&bench.holders[rank], &expected);
+            }
+        }
+    }
+}

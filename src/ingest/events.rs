@@ -1,0 +1,345 @@
+//! vLLM's event batches: bytes in, borrowed events out.
+//!
+//! A batch is `[ts, events, rank?]`. An event is an array up to vLLM 0.23 (tag, then fields by position, as many as
+//! that release had) and a map from 0.24 (fields by name, in any order); both may turn up in one batch. What is
+//! missing counts as nil, what is unknown is skipped.
+//!
+//! **Invariant.** Nothing is copied and no input panics. An event that cannot be understood is one
+//! [`Reject`], and its neighbours are still read; only where the bytes no longer say where an event ends does the
+//! rest of the batch go with it.
+
+#![forbid(unsafe_code)]
+
+use shards::ids::BlockKey;
+
+use super::msgpack::{Head, Malformed, Reader};
+
+/// Why a frame, a batch or an event was not taken (label `reason` of `loxilb_kv_wire_reject_total`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reject {
+    /// Not three frames, or a sequence number that is not eight bytes.
+    Frames,
+    /// The payload is not `[number, array, …]`.
+    Batch,
+    /// The payload ends inside an event, or is no msgpack: the rest of the batch is lost.
+    Framing,
+    /// An event that is neither array nor map, or has no tag.
+    Event,
+    /// An event whose tag we do not know; newer engines may have such.
+    Tag,
+    /// A field of another type than the engine's contract says, or a field that must be there and is not.
+    Field,
+    /// More attention groups than one cache may have.
+    Group,
+}
+
+impl Reject {
+    /// Every reason, in the order of the counters.
+    pub const ALL: [Reject; 7] =
+        [Reject::Frames, Reject::Batch, Reject::Framing, Reject::Event, Reject::Tag, Reject::Field, Reject::Group];
+
+    /// The label value.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Reject::Frames => "frames",
+            Reject::Batch => "batch",
+            Reject::Framing => "framing",
+            Reject::Event => "event",
+            Reject::Tag => "tag",
+            Reject::Field => "field",
+            Reject::Group => "group",
+        }
+    }
+}
+
+impl From<Malformed> for Reject {
+    fn from(malformed: Malformed) -> Self {
+        match malformed {
+            Malformed::Framing => Reject::Framing,
+            Malformed::Type => Reject::Field,
+        }
+    }
+}
+
+/// One event.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Event<'a> {
+    Stored(Stored<'a>),
+    Removed(Removed<'a>),
+    Cleared,
+}
+
+/// Blocks that became full in one engine step, consecutive and in order.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stored<'a> {
+    pub(crate) keys: Keys<'a>,
+    /// Key of the block before the first; none for the first of a sequence, and for placeholders.
+    pub(crate) parent: Option<BlockKey>,
+    /// How many tokens the event spans.
+    pub(crate) tokens: u32,
+    /// Tokens per block of the group; 0 in placeholders.
+    pub(crate) block_tokens: u32,
+    pub(crate) medium: Option<&'a str>,
+    pub(crate) group: u32,
+    /// The group's `kv_cache_spec_kind`.
+    pub(crate) kind: Option<&'a str>,
+}
+
+/// Blocks that were evicted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Removed<'a> {
+    pub(crate) keys: Keys<'a>,
+    pub(crate) medium: Option<&'a str>,
+    pub(crate) group: u32,
+}
+
+/// Block keys still in their wire form, known to be well formed.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Keys<'a> {
+    wire: &'a [u8],
+    len: u32,
+    last: Option<BlockKey>,
+}
+
+impl<'a> Keys<'a> {
+    fn read(reader: &mut Reader<'a>) -> Result<Self, Malformed> {
+        let len = reader.array()?;
+        let before = reader.rest();
+        let mut last = None;
+        for _ in 0..len {
+            last = Some(key(reader.head()?)?);
+        }
+        Ok(Keys { wire: &before[..before.len() - reader.rest().len()], len, last })
+    }
+
+    pub(crate) fn len(&self) -> u32 {
+        self.len
+    }
+
+    pub(crate) fn last(&self) -> Option<BlockKey> {
+        self.last
+    }
+
+    pub(crate) fn iter(self) -> impl Iterator<Item = BlockKey> + 'a {
+        let mut reader = Reader::new(self.wire);
+        std::iter::from_fn(move || key(reader.head().ok()?).ok())
+    }
+}
+
+/// The length of an array of token ids. The ids themselves are not needed where keys say all.
+fn token_count(reader: &mut Reader<'_>) -> Result<u32, Malformed> {
+    let len = reader.array()?;
+    for _ in 0..len {
+        match reader.head()? {
+            Head::Uint(id) if id <= u64::from(u32::MAX) => {}
+            _ => return Err(Malformed::Type),
+        }
+    }
+    Ok(len)
+}
+
+/// A block key: an integer (vLLM 0.9's `builtin` hashes are signed), or a digest whose last eight bytes count.
+fn key(head: Head<'_>) -> Result<BlockKey, Malformed> {
+    match head {
+        Head::Uint(key) => Ok(BlockKey(key)),
+        Head::Negative(key) => Ok(BlockKey(key.cast_unsigned())),
+        Head::Bin(digest) => digest.last_chunk().map(|tail| BlockKey(u64::from_be_bytes(*tail))).ok_or(Malformed::Type),
+        _ => Err(Malformed::Type),
+    }
+}
+
+/// The fields of any event, whichever wire form they came in.
+#[derive(Default)]
+struct Fields<'a> {
+    tag: Option<&'a str>,
+    keys: Option<Keys<'a>>,
+    parent: Option<BlockKey>,
+    tokens: Option<u32>,
+    block_tokens: Option<u32>,
+    medium: Option<&'a str>,
+    group: Option<u32>,
+    kind: Option<&'a str>,
+}
+
+#[derive(Clone, Copy)]
+enum Field {
+    Tag,
+    Keys,
+    Parent,
+    Tokens,
+    BlockTokens,
+    Medium,
+    Group,
+    Kind,
+    /// Known or unknown, but of no use here.
+    Other,
+}
+
+const STORED: &str = "BlockStored";
+const REMOVED: &str = "BlockRemoved";
+const CLEARED: &str = "AllBlocksCleared";
+
+/// Fields of an array-encoded store by position after the tag; the engine only ever appended to them.
+const STORED_FIELDS: [Field; 10] = [
+    Field::Keys,
+    Field::Parent,
+    Field::Tokens,
+    Field::BlockTokens,
+    Field::Other,
+    Field::Medium,
+    Field::Other,
+    Field::Other,
+    Field::Group,
+    Field::Kind,
+];
+const REMOVED_FIELDS: [Field; 3] = [Field::Keys, Field::Medium, Field::Group];
+
+fn field_named(name: &[u8]) -> Field {
+    match name {
+        b"type" => Field::Tag,
+        b"block_hashes" => Field::Keys,
+        b"parent_block_hash" => Field::Parent,
+        b"token_ids" => Field::Tokens,
+        b"block_size" => Field::BlockTokens,
+        b"medium" => Field::Medium,
+        b"group_idx" => Field::Group,
+        b"kv_cache_spec_kind" => Field::Kind,
+        _ => Field::Other,
+    }
+}
+
+impl<'a> Fields<'a> {
+    fn read(&mut self, field: Field, reader: &mut Reader<'a>) -> Result<(), Malformed> {
+        match field {
+            Field::Tag => self.tag = reader.optional_str()?,
+            Field::Keys => self.keys = Some(Keys::read(reader)?),
+            Field::Parent => {
+                self.parent = match reader.head()? {
+                    Head::Nil => None,
+                    head => Some(key(head)?),
+                }
+            }
+            Field::Tokens => self.tokens = Some(token_count(reader)?),
+            Field::BlockTokens => self.block_tokens = reader.optional_u32()?,
+            Field::Medium => self.medium = reader.optional_str()?,
+            Field::Group => self.group = reader.optional_u32()?,
+            Field::Kind => self.kind = reader.optional_str()?,
+            Field::Other => reader.skip()?,
+        }
+        Ok(())
+    }
+
+    fn event(self) -> Result<Event<'a>, Reject> {
+        match self.tag.ok_or(Reject::Event)? {
+            STORED => Ok(Event::Stored(Stored {
+                keys: self.keys.ok_or(Reject::Field)?,
+                parent: self.parent,
+                tokens: self.tokens.ok_or(Reject::Field)?,
+                block_tokens: self.block_tokens.ok_or(Reject::Field)?,
+                medium: self.medium,
+                group: self.group.unwrap_or(0),
+                kind: self.kind,
+            })),
+            REMOVED => Ok(Event::Removed(Removed {
+                keys: self.keys.ok_or(Reject::Field)?,
+                medium: self.medium,
+                group: self.group.unwrap_or(0),
+            })),
+            CLEARED => Ok(Event::Cleared),
+            _ => Err(Reject::Tag),
+        }
+    }
+}
+
+fn event<'a>(reader: &mut Reader<'a>) -> Result<Event<'a>, Reject> {
+    let mut fields = Fields::default();
+    match reader.head()? {
+        Head::Map(len) => {
+            for _ in 0..len {
+                let field = match reader.head()? {
+                    Head::Str(name) => field_named(name),
+                    Head::Array(_) | Head::Map(_) => return Err(Reject::Event),
+                    _ => Field::Other,
+                };
+                fields.read(field, reader)?;
+            }
+        }
+        Head::Array(len) if len > 0 => {
+            let Head::Str(tag) = reader.head()? else { return Err(Reject::Event) };
+            fields.tag = std::str::from_utf8(tag).ok();
+            let known: &[Field] = match fields.tag {
+                Some(STORED) => &STORED_FIELDS,
+                Some(REMOVED) => &REMOVED_FIELDS,
+                _ => &[],
+            };
+            for place in 0..len as usize - 1 {
+                fields.read(known.get(place).copied().unwrap_or(Field::Other), reader)?;
+            }
+        }
+        _ => return Err(Reject::Event),
+    }
+    fields.event()
+}
+
+/// The events of one batch, in order; what cannot be understood comes as the reason why.
+#[derive(Debug)]
+pub(crate) struct Batch<'a> {
+    reader: Reader<'a>,
+    left: u32,
+}
+
+impl<'a> Batch<'a> {
+    /// Opens a batch (the third ZMQ frame).
+    pub(crate) fn open(payload: &'a [u8]) -> Result<Self, Reject> {
+        let mut reader = Reader::new(payload);
+        let opened = (|| {
+            let len = reader.array()?;
+            match reader.head()? {
+                Head::Float(_) | Head::Uint(_) | Head::Negative(_) if len >= 2 => reader.array(),
+                _ => Err(Malformed::Type),
+            }
+        })();
+        opened.map(|left| Batch { reader, left }).map_err(|_| Reject::Batch)
+    }
+}
+
+impl<'a> Iterator for Batch<'a> {
+    type Item = Result<Event<'a>, Reject>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.left = self.left.checked_sub(1)?;
+        let start = self.reader;
+        let decoded = event(&mut self.reader);
+        if decoded.is_err() {
+            // Where the next event begins does not depend on what this one means.
+            self.reader = start;
+            if self.reader.skip().is_err() {
+                self.left = 0;
+                return Some(Err(Reject::Framing));
+            }
+        }
+        Some(decoded)
+    }
+}
+
+/// The property that any bytes must have, for tests and fuzz targets: no panic, no more events than bytes, and a
+/// batch cut anywhere yields a prefix of its events, then at most one reject.
+#[cfg(test)]
+pub(crate) fn check_any_bytes(payload: &[u8]) {
+    let Ok(batch) = Batch::open(payload) else { return };
+    let whole: Vec<String> = batch.map(|event| format!("{event:?}")).collect();
+    assert!(whole.len() <= payload.len());
+    for cut in 0..payload.len() {
+        let Ok(batch) = Batch::open(&payload[..cut]) else { continue };
+        let part: Vec<_> = batch.collect();
+        let understood = part.iter().take_while(|event| event.is_ok()).count();
+        for (event, expected) in part.iter().zip(&whole).take(understood) {
+            assert_eq!(&format!("{event:?}"), expected);
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "events_tests.rs"]
+mod tests;

@@ -1,0 +1,275 @@
+//! KV event streams of the engines → inventories.
+//!
+//! An event's way: ZMQ frames ([`sockets`]) → sequence, gap, replay, restart ([`stream`]) → decoding ([`events`]) →
+//! copies per (rank, group, key) ([`copies`]) → operations on the service's inventory → published at the end of the
+//! cycle ([`worker`]).
+//!
+//! **Invariant.** An ingest thread is the only writer of its services' inventories, and waits for nothing but its
+//! poller: not for readers (a refused publish is repeated), not for the control thread (commands are queued). The
+//! control thread reads counters that it does not have to ask for.
+//!
+//! Services are spread over the threads by their number; the first thread also publishes the shards' loads.
+
+mod copies;
+mod counts;
+mod events;
+mod msgpack;
+mod poller;
+mod sockets;
+mod source;
+mod status;
+mod stream;
+mod worker;
+
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam::channel::{Sender, bounded};
+use shards::ids::{EndpointIndex, Rank, ServiceId};
+use shards::inventory::Writer;
+use shards::load::LoadTable;
+use shards::service::EndpointShared;
+
+pub use events::Reject;
+use poller::{Poller, Waker};
+use source::Source;
+use status::StreamStats;
+pub use status::{Replay, StreamName, StreamStatus};
+use worker::{Command, Worker, WorkerOptions};
+
+/// Commands under way to one thread. Beyond it, the sender waits.
+const COMMANDS_MAX: usize = 1024;
+
+/// What ingest is started with.
+#[derive(Clone, Debug)]
+pub struct IngestOptions {
+    /// Cores to pin one thread each to; none = one thread, not pinned.
+    pub cores: Vec<usize>,
+    /// In-flight counts of the process, to be summed up every 200 µs while something is in flight.
+    pub loads: Arc<LoadTable>,
+    /// Most (rank, group, key) entries kept per endpoint (`LOXILB_KV_MAX_BLOCKS`); beyond it the oldest go.
+    pub max_blocks_per_endpoint: usize,
+    /// Longest silence of a replay before it is asked for again.
+    pub replay_timeout: Duration,
+}
+
+impl IngestOptions {
+    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s.
+    #[must_use]
+    pub fn new(loads: Arc<LoadTable>) -> Self {
+        IngestOptions {
+            cores: Vec::new(),
+            loads,
+            max_blocks_per_endpoint: 1_000_000,
+            replay_timeout: Duration::from_secs(2),
+        }
+    }
+}
+
+/// The event sources of one service.
+#[derive(Clone, Debug)]
+pub struct ServiceSources {
+    /// The service.
+    pub id: ServiceId,
+    /// The rule's `kvBlockSize`, tokens.
+    pub block_tokens: u32,
+    /// Its endpoints.
+    pub endpoints: Vec<EndpointSources>,
+}
+
+/// The event sources of one endpoint.
+#[derive(Clone, Debug)]
+pub struct EndpointSources {
+    /// Place in the service.
+    pub index: EndpointIndex,
+    /// Where the number of its blocks goes.
+    pub shared: Arc<EndpointShared>,
+    /// The endpoint as people know it, for log and status.
+    pub label: String,
+    /// One source per rank.
+    pub ranks: Vec<RankSource>,
+}
+
+/// The event source of one rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankSource {
+    /// The rank.
+    pub rank: Rank,
+    /// Where its events come from.
+    pub mode: Mode,
+    /// `tcp://HOST:PORT` of its replay socket; nothing need listen there.
+    pub replay: Option<String>,
+}
+
+/// Which side opens the connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// The engine waits at `tcp://HOST:PORT`, and we connect.
+    Connect(String),
+    /// We wait at `tcp://ADDR:PORT`, and the engine connects.
+    Bind(String),
+}
+
+/// Why a command could not be given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The thread is gone, which only a bug can cause: its inventories stand still.
+    #[error("the ingest thread has ended: KV inventories stand still until the gateway is restarted")]
+    Gone,
+}
+
+/// What the threads and the control thread share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// Streams by name; taken when a stream opens or closes, and when the status is read.
+    streams: Mutex<Vec<(StreamName, Arc<StreamStats>)>>,
+    /// Slots of the load table in use.
+    load_slots: AtomicUsize,
+}
+
+impl Shared {
+    fn streams(&self) -> MutexGuard<'_, Vec<(StreamName, Arc<StreamStats>)>> {
+        // A push or retain that panicked leaves a list that is still one.
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn register(&self, source: &Source) {
+        self.streams().push((source.name.clone(), Arc::clone(&source.stats)));
+    }
+
+    pub(crate) fn unregister(&self, source: &Source) {
+        self.streams().retain(|(_, stats)| !Arc::ptr_eq(stats, &source.stats));
+    }
+}
+
+/// The running ingest threads. Dropping it stops them.
+#[derive(Debug)]
+pub struct Ingest {
+    threads: Vec<Thread>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Thread {
+    commands: Sender<Command>,
+    waker: Waker,
+    handle: Option<JoinHandle<()>>,
+}
+
+impl Ingest {
+    /// Starts the threads.
+    ///
+    /// # Errors
+    /// Where a thread cannot be made or pinned, with the core in the message.
+    pub fn start(options: IngestOptions) -> io::Result<Self> {
+        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout } = options;
+        let load_slots = AtomicUsize::new(loads.slots());
+        let shared = Arc::new(Shared { streams: Mutex::default(), load_slots });
+        let mut ingest = Ingest { threads: Vec::new(), shared };
+        let cores = if cores.is_empty() { vec![None] } else { cores.into_iter().map(Some).collect() };
+        for (number, core) in cores.into_iter().enumerate() {
+            let poller = Poller::new()?;
+            let waker = poller.waker();
+            let (commands, receiver) = bounded(COMMANDS_MAX);
+            let worker = WorkerOptions {
+                poller,
+                commands: receiver,
+                shared: Arc::clone(&ingest.shared),
+                loads: (number == 0).then(|| Arc::clone(&loads)),
+                blocks_max: max_blocks_per_endpoint,
+                replay_timeout,
+            };
+            let handle = spawn(number, core, worker)?;
+            ingest.threads.push(Thread { commands, waker, handle: Some(handle) });
+        }
+        Ok(ingest)
+    }
+
+    /// How many slots of the load table are in use, from the first on; all of them until this is called.
+    pub fn set_load_slots(&self, slots: usize) {
+        self.shared.load_slots.store(slots, Ordering::Relaxed);
+    }
+
+    /// Begins to read the events of a new service into its inventory.
+    ///
+    /// # Errors
+    /// [`Error::Gone`]
+    pub fn add_service(&self, sources: ServiceSources, inventory: Writer) -> Result<(), Error> {
+        self.tell(sources.id, Command::Add(sources, inventory))
+    }
+
+    /// Changes the sources of a service. An endpoint whose sources are the same stays undisturbed; of one that
+    /// is gone, or whose sources changed, everything known is forgotten.
+    ///
+    /// # Errors
+    /// [`Error::Gone`]
+    pub fn update_service(&self, sources: ServiceSources) -> Result<(), Error> {
+        self.tell(sources.id, Command::Update(sources))
+    }
+
+    /// Ends a service and frees all it held.
+    ///
+    /// # Errors
+    /// [`Error::Gone`]
+    pub fn remove_service(&self, id: ServiceId) -> Result<(), Error> {
+        self.tell(id, Command::Remove(id))
+    }
+
+    /// State and counters of every stream, by service, endpoint and rank.
+    #[must_use]
+    pub fn status(&self) -> Vec<StreamStatus> {
+        let mut streams: Vec<_> = self.shared.streams().iter().map(|(name, stats)| stats.status(name)).collect();
+        streams.sort_by_key(|stream| (stream.name.service, stream.name.endpoint, stream.name.rank));
+        streams
+    }
+
+    fn tell(&self, id: ServiceId, command: Command) -> Result<(), Error> {
+        let thread = &self.threads[id.index() % self.threads.len()];
+        thread.commands.send(command).map_err(|_| Error::Gone)?;
+        thread.waker.wake();
+        Ok(())
+    }
+}
+
+impl Drop for Ingest {
+    fn drop(&mut self) {
+        for thread in &self.threads {
+            let _ = thread.commands.send(Command::Stop);
+            thread.waker.wake();
+        }
+        for handle in self.threads.iter_mut().filter_map(|thread| thread.handle.take()) {
+            // A thread that panicked has said so already.
+            let _ = handle.join();
+        }
+    }
+}
+
+/// Starts one thread and waits until it is pinned.
+fn spawn(number: usize, core: Option<usize>, worker: WorkerOptions) -> io::Result<JoinHandle<()>> {
+    let (report, pinned) = bounded(1);
+    let handle = std::thread::Builder::new().name(format!("ingest-{number}")).spawn(move || {
+        let ok = core.is_none_or(|id| {
+            // core_affinity aborts the process at a number that its set has no room for.
+            id < libc::CPU_SETSIZE as usize && core_affinity::set_for_current(core_affinity::CoreId { id })
+        });
+        let _ = report.send(ok);
+        if ok {
+            // Made here: its I/O threads inherit the core of the thread that makes the first socket.
+            Worker::new(worker).run();
+        }
+    })?;
+    match (pinned.recv(), core) {
+        (Ok(true), _) => Ok(handle),
+        (_, core) => Err(io::Error::other(format!(
+            "ingest thread {number} cannot be pinned to core {}; name cores this process may use in ingest.cores",
+            core.map_or_else(|| "-".to_owned(), |core| core.to_string())
+        ))),
+    }
+}
+
+#[cfg(test)]
+#[path = "wire_tests.rs"]
+mod wire_tests;

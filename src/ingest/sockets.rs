@@ -1,0 +1,233 @@
+//! ZMQ sockets with the options that event streams need, and what becomes of their connections.
+//!
+//! Every socket here has a monitor: a SUB socket says nothing when its publisher dies. With the monitor's two ends
+//! a stream takes three of its context's sockets, and three more while it asks for a replay; a context
+//! (1,023 sockets at most, one I/O thread) serves [`STREAMS_PER_CONTEXT`] streams, so that even all of them asking at once
+//! stay within it.
+
+#![forbid(unsafe_code)]
+
+use std::os::fd::RawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+
+use zmq::{DONTWAIT, Message, Socket, SocketEvent, SocketType};
+
+/// 166 × 3 sockets ≤ 500 at rest, 166 × 6 < 1,023 at worst.
+const STREAMS_PER_CONTEXT: usize = 166;
+const _: () = assert!(STREAMS_PER_CONTEXT * 3 <= 500 && STREAMS_PER_CONTEXT * 6 < 1_023);
+/// Messages the library keeps while we do not read; beyond it the publisher drops, and we see a gap.
+const RECEIVE_QUEUE_MAX: i32 = 1_000_000;
+/// A longer message ends the connection.
+const MESSAGE_BYTES_MAX: i64 = 64 * 1024 * 1024;
+const RECONNECT_MS_MIN: i32 = 250;
+const RECONNECT_MS_MAX: i32 = 5_000;
+const HEARTBEAT_MS: i32 = 1_000;
+const HEARTBEAT_TIMEOUT_MS: i32 = 3_000;
+/// A replay socket that is refused tries again so soon; how often counts, its owner decides.
+const REPLAY_RETRY_MS: i32 = 100;
+/// Frames kept of one message; a message of more is malformed, and its rest dropped.
+const FRAMES_MAX: usize = 4;
+
+/// Why a socket could not be had.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    /// The library refused.
+    #[error("{0}")]
+    Zmq(#[from] zmq::Error),
+    /// The descriptors cannot be waited for.
+    #[error("{0}")]
+    Poll(#[from] std::io::Error),
+    /// The library met an error that its binding has no name for.
+    #[error("the system refuses such an address")]
+    Unknown,
+}
+
+/// What became of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Link {
+    /// A connection was made; the number tells it from others of the socket.
+    Opened(i32),
+    /// Both ends speak ZMQ.
+    Ready,
+    /// It ended.
+    Closed(i32),
+    /// An attempt failed, and another is planned.
+    Retried,
+}
+
+/// The contexts of one ingest thread; made on that thread, since I/O threads inherit its core.
+#[derive(Default)]
+pub(crate) struct Contexts {
+    contexts: Vec<(zmq::Context, Rc<()>)>,
+    monitors: u64,
+}
+
+/// One socket with its monitor.
+pub(crate) struct Watched {
+    socket: Socket,
+    monitor: Socket,
+    /// Counts the streams of the context.
+    context: Rc<()>,
+}
+
+impl Contexts {
+    /// A SUB socket for a stream, that connects to (or waits at) the address.
+    pub(crate) fn subscriber(&mut self, address: &str, bind: bool) -> Result<Watched, Error> {
+        let place = self.contexts.iter().position(|(_, users)| Rc::strong_count(users) <= STREAMS_PER_CONTEXT);
+        let place = place.unwrap_or_else(|| {
+            self.contexts.push((zmq::Context::new(), Rc::new(())));
+            self.contexts.len() - 1
+        });
+        let (context, users) = &self.contexts[place];
+        let (context, users) = (context.clone(), Rc::clone(users));
+        let socket = context.socket(SocketType::SUB)?;
+        socket.set_rcvhwm(RECEIVE_QUEUE_MAX)?;
+        socket.set_reconnect_ivl(RECONNECT_MS_MIN)?;
+        socket.set_reconnect_ivl_max(RECONNECT_MS_MAX)?;
+        socket.set_heartbeat_ivl(HEARTBEAT_MS)?;
+        socket.set_heartbeat_timeout(HEARTBEAT_TIMEOUT_MS)?;
+        socket.set_subscribe(b"")?;
+        self.open(context, users, socket, address, bind)
+    }
+
+    /// A DEALER socket in the context of `stream`, which asks the replay address for all batches from `seq` on.
+    pub(crate) fn replay(&mut self, stream: &Watched, address: &str, seq: u64) -> Result<Watched, Error> {
+        let place = self.contexts.iter().position(|(_, users)| Rc::ptr_eq(users, &stream.context));
+        let (context, _) = &self.contexts[place.expect("contexts live as long as their thread")];
+        let context = context.clone();
+        let socket = context.socket(SocketType::DEALER)?;
+        socket.set_rcvhwm(RECEIVE_QUEUE_MAX)?;
+        socket.set_reconnect_ivl(REPLAY_RETRY_MS)?;
+        let watched = self.open(context, Rc::new(()), socket, address, false)?;
+        // The engine's ROUTER drops a request without the empty delimiter in silence.
+        watched.socket.send_multipart([Vec::new(), seq.to_be_bytes().to_vec()], DONTWAIT)?;
+        Ok(watched)
+    }
+
+    fn open(
+        &mut self,
+        context: zmq::Context,
+        users: Rc<()>,
+        socket: Socket,
+        address: &str,
+        bind: bool,
+    ) -> Result<Watched, Error> {
+        socket.set_maxmsgsize(MESSAGE_BYTES_MAX)?;
+        socket.set_linger(0)?;
+        socket.set_ipv6(address.contains('['))?;
+        let watched = [
+            SocketEvent::CONNECTED,
+            SocketEvent::ACCEPTED,
+            SocketEvent::HANDSHAKE_SUCCEEDED,
+            SocketEvent::DISCONNECTED,
+            SocketEvent::CONNECT_RETRIED,
+        ];
+        self.monitors += 1;
+        let inproc = format!("inproc://monitor-{}", self.monitors);
+        socket.monitor(&inproc, watched.map(|event| i32::from(event.to_raw())).iter().sum())?;
+        let monitor = context.socket(SocketType::PAIR)?;
+        monitor.set_linger(0)?;
+        monitor.connect(&inproc)?;
+        // The binding panics at error numbers it has no name for, and an address can lead to any of them.
+        let opened =
+            catch_unwind(AssertUnwindSafe(|| if bind { socket.bind(address) } else { socket.connect(address) }));
+        opened.map_err(|_| Error::Unknown)??;
+        Ok(Watched { socket, monitor, context: users })
+    }
+}
+
+impl Watched {
+    /// The descriptors to wait for.
+    pub(crate) fn descriptors(&self) -> Result<[RawFd; 2], Error> {
+        Ok([self.socket.get_fd()?, self.monitor.get_fd()?])
+    }
+
+    /// The next thing that happened to a connection, if any.
+    pub(crate) fn link(&self) -> Option<Link> {
+        loop {
+            let event = self.monitor.recv_bytes(DONTWAIT).ok()?;
+            while self.monitor.get_rcvmore().unwrap_or(false) {
+                self.monitor.recv_bytes(DONTWAIT).ok()?;
+            }
+            let (kind, value) = event.split_first_chunk::<2>()?;
+            let value = value.first_chunk::<4>().map_or(0, |value| i32::from_ne_bytes(*value));
+            let kind = u16::from_ne_bytes(*kind);
+            for (event, link) in [
+                (SocketEvent::CONNECTED, Link::Opened(value)),
+                (SocketEvent::ACCEPTED, Link::Opened(value)),
+                (SocketEvent::HANDSHAKE_SUCCEEDED, Link::Ready),
+                (SocketEvent::DISCONNECTED, Link::Closed(value)),
+                (SocketEvent::CONNECT_RETRIED, Link::Retried),
+            ] {
+                if kind == event.to_raw() {
+                    return Some(link);
+                }
+            }
+        }
+    }
+
+    /// Receives the next message; false when there is none.
+    pub(crate) fn receive(&self, frames: &mut Frames) -> bool {
+        frames.count = 0;
+        loop {
+            let part = frames.parts.get_mut(frames.count).unwrap_or(&mut frames.excess);
+            // Besides "nothing there" only an interruption is possible; then the descriptor is still ready.
+            if self.socket.recv(part, DONTWAIT).is_err() {
+                return false;
+            }
+            let more = part.get_more();
+            frames.count += 1;
+            if !more {
+                return true;
+            }
+        }
+    }
+}
+
+/// One message's frames, in buffers that are used again.
+pub(crate) struct Frames {
+    parts: [Message; FRAMES_MAX],
+    excess: Message,
+    count: usize,
+}
+
+/// A batch as the wire brings it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Framed<'a> {
+    Batch(u64, &'a [u8]),
+    /// The end of a replay.
+    End,
+    Malformed,
+}
+
+impl Frames {
+    pub(crate) fn new() -> Self {
+        Frames { parts: std::array::from_fn(|_| Message::new()), excess: Message::new(), count: 0 }
+    }
+
+    /// A message of a publisher: `[topic, seq, payload]`.
+    pub(crate) fn published(&self) -> Framed<'_> {
+        match (self.count, &self.parts) {
+            (3, [_, seq, payload, _]) => number(seq).map_or(Framed::Malformed, |seq| Framed::Batch(seq, payload)),
+            _ => Framed::Malformed,
+        }
+    }
+
+    /// A message of a replay: `["", seq, payload]` up to vLLM 0.25, `["", topic, seq, payload]` from 0.26.
+    pub(crate) fn replayed(&self) -> Framed<'_> {
+        let (seq, payload) = match (self.count, &self.parts) {
+            (3, [_, seq, payload, _]) | (4, [_, _, seq, payload]) => (seq, payload),
+            _ => return Framed::Malformed,
+        };
+        match number(seq) {
+            Some(u64::MAX) => Framed::End,
+            Some(seq) => Framed::Batch(seq, payload),
+            None => Framed::Malformed,
+        }
+    }
+}
+
+fn number(frame: &[u8]) -> Option<u64> {
+    frame.try_into().ok().map(u64::from_be_bytes)
+}

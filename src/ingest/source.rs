@@ -1,0 +1,423 @@
+//! One rank's event source: its sockets, its stream state, and the holder that its events write.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use shards::ids::{EndpointIndex, HolderIndex, Rank};
+use shards::inventory::{OPS_PER_PUBLISH_MAX, Writer};
+
+use super::copies::{Copies, Op};
+use super::events::Reject;
+use super::poller::Poller;
+use super::sockets::{Contexts, Framed, Frames, Link, Watched};
+use super::status::{Replay, StreamName, StreamStats, add};
+use super::stream::{Action, Stream};
+use super::{Mode, RankSource};
+
+/// Messages taken from one source before the others have their turn.
+const MESSAGES_PER_VISIT: usize = 64;
+/// Refused connections after which a replay address counts as missing: at once for a rank that has nothing to prove,
+/// since its live events wait for it; a little later where blocks are at stake, since an engine that
+/// comes back opens its event socket first.
+const REFUSALS_MAX: u32 = 1;
+const REFUSALS_MAX_RETURNING: u32 = 3;
+
+/// What the whole thread shares with each source it visits.
+pub(crate) struct Io<'a> {
+    pub(crate) contexts: &'a mut Contexts,
+    pub(crate) poller: &'a Poller,
+    pub(crate) frames: &'a mut Frames,
+    pub(crate) replay_timeout: Duration,
+}
+
+/// One (endpoint, rank) stream with its sockets.
+pub(crate) struct Source {
+    pub(crate) name: StreamName,
+    pub(crate) from: RankSource,
+    pub(crate) stats: Arc<StreamStats>,
+    endpoint: EndpointIndex,
+    /// Place of the rank among the endpoint's copies.
+    place: usize,
+    /// What the poller reports for its sockets.
+    token: u64,
+    stream: Stream,
+    socket: Option<Watched>,
+    /// Connections of the socket that are open.
+    links: HashSet<i32>,
+    replay: Option<ReplayRequest>,
+    /// None while the inventory has no slot to give.
+    holder: Option<HolderIndex>,
+    /// What the inventory was told.
+    eligible: bool,
+    /// Block size the log has complained of.
+    complained_of: u32,
+}
+
+struct ReplayRequest {
+    from: u64,
+    socket: Option<Watched>,
+    refusals: u32,
+    deadline: Instant,
+}
+
+/// What one visit left to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Left {
+    Nothing,
+    /// Messages are left to read.
+    More,
+}
+
+/// Where the actions of a stream take effect.
+struct Applier<'a> {
+    copies: &'a mut Copies,
+    place: usize,
+    writer: &'a mut Writer,
+    endpoint: EndpointIndex,
+    rank: Rank,
+    holder: &'a mut Option<HolderIndex>,
+    eligible: bool,
+    stats: &'a StreamStats,
+    /// The request that the stream wants to be under way; none = as it is.
+    request: Option<Option<u64>>,
+}
+
+impl Applier<'_> {
+    fn act(&mut self, action: Action<'_>) {
+        match action {
+            Action::Apply(seq, payload) => {
+                add(&self.stats.batches, 1);
+                self.stats.next_seq.store(seq.saturating_add(1), Ordering::Relaxed);
+                let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
+                self.stats.last_event_ms.store(now, Ordering::Relaxed);
+                self.change(|copies, place, stats, op| copies.apply(place, payload, stats, &mut |each| op(each)));
+            }
+            Action::Clear => self.change(|copies, place, stats, op| copies.clear(place, stats, &mut |each| op(each))),
+            Action::Replay(from) => self.request = Some(Some(from)),
+            Action::StopReplay => self.request = Some(None),
+        }
+    }
+
+    fn change(&mut self, change: impl FnOnce(&mut Copies, usize, &StreamStats, &mut dyn FnMut(Op))) {
+        let Applier { copies, place, writer, endpoint, rank, holder, eligible, stats, .. } = self;
+        let mut since_publish = 0;
+        change(copies, *place, stats, &mut |op| {
+            match (op, **holder) {
+                (Op::Store(key), Some(holder)) => writer.store(key, holder),
+                (Op::Remove(key), Some(holder)) => writer.remove(key, holder),
+                (Op::Clear, Some(old)) => {
+                    writer.retire_holder(old);
+                    **holder = add_holder(writer, *endpoint, *rank, *eligible);
+                }
+                // Without a slot the copies go on; the holder gets them all when there is one again.
+                (_, None) => {}
+            }
+            since_publish += 1;
+            if since_publish >= OPS_PER_PUBLISH_MAX {
+                since_publish = 0;
+                // Refused: the queue holds the rest for the end of the cycle.
+                let _ = writer.try_publish();
+            }
+        });
+    }
+}
+
+fn add_holder(writer: &mut Writer, endpoint: EndpointIndex, rank: Rank, eligible: bool) -> Option<HolderIndex> {
+    let holder = writer.add_holder(endpoint, rank);
+    if let (Some(holder), false) = (holder, eligible) {
+        writer.set_eligible(holder, false);
+    }
+    holder
+}
+
+impl Source {
+    /// Opens the source; where the address is refused it stays closed, and the log says why.
+    pub(crate) fn open(
+        name: StreamName,
+        from: RankSource,
+        place: usize,
+        token: u64,
+        writer: &mut Writer,
+        io: &mut Io<'_>,
+    ) -> Self {
+        let (address, bind) = match &from.mode {
+            Mode::Connect(address) => (address, false),
+            Mode::Bind(address) => (address, true),
+        };
+        let socket = io.contexts.subscriber(address, bind).and_then(|socket| {
+            watch(io.poller, &socket, token)?;
+            Ok(socket)
+        });
+        let socket = match socket {
+            Ok(socket) => Some(socket),
+            Err(error) => {
+                tracing::error!(
+                    endpoint = name.label, rank = name.rank.0, address, %error,
+                    "the address of the engine's KV events cannot be used; correct it: until then no prompt is routed there by its cache"
+                );
+                None
+            }
+        };
+        Source {
+            endpoint: name.endpoint,
+            place,
+            token,
+            stream: Stream::new(from.replay.is_some()),
+            socket,
+            links: HashSet::new(),
+            replay: None,
+            holder: add_holder(writer, name.endpoint, name.rank, false),
+            eligible: false,
+            complained_of: 0,
+            stats: Arc::default(),
+            name,
+            from,
+        }
+    }
+
+    /// Closes the sockets and gives the holder back.
+    pub(crate) fn close(mut self, writer: &mut Writer, poller: &Poller) {
+        self.drop_replay(poller);
+        if let Some(socket) = &self.socket {
+            forget(poller, socket);
+        }
+        if let Some(holder) = self.holder {
+            writer.retire_holder(holder);
+        }
+    }
+
+    /// Reads what has come, up to a bound, and applies it.
+    pub(crate) fn visit(&mut self, copies: &mut Copies, writer: &mut Writer, io: &mut Io<'_>) -> Left {
+        // The monitor first: what it reports happened before anything that the socket brings afterwards.
+        while let Some(link) = self.socket.as_ref().and_then(Watched::link) {
+            self.link(link, copies, writer, io);
+        }
+        let mut left = self.read_replay(copies, writer, io);
+        for _ in 0..MESSAGES_PER_VISIT {
+            if !self.socket.as_ref().is_some_and(|socket| socket.receive(io.frames)) {
+                self.note();
+                return left;
+            }
+            let frames = &mut *io.frames;
+            match frames.published() {
+                Framed::Batch(seq, payload) => {
+                    let request = self.step(copies, writer, |stream, act| stream.live(seq, payload, &mut |a| act(a)));
+                    self.request(request, io);
+                }
+                _ => self.stats.reject(Reject::Frames),
+            }
+        }
+        left = Left::More;
+        self.note();
+        left
+    }
+
+    /// Gives up or repeats a replay that is overdue; false where none is under way.
+    pub(crate) fn check_replay(
+        &mut self,
+        now: Instant,
+        copies: &mut Copies,
+        writer: &mut Writer,
+        io: &mut Io<'_>,
+    ) -> bool {
+        if self.replay.as_ref().is_some_and(|request| request.deadline <= now) {
+            let request = self.step(copies, writer, |stream, act| stream.replay_timed_out(&mut |a| act(a)));
+            self.request(request, io);
+            self.note();
+        }
+        self.replay.is_some()
+    }
+
+    pub(crate) fn is_replaying(&self) -> bool {
+        self.replay.is_some()
+    }
+
+    /// Asks for a holder again where the inventory had no slot.
+    pub(crate) fn repair(&mut self, copies: &Copies, writer: &mut Writer) {
+        if self.holder.is_none() {
+            self.holder = add_holder(writer, self.endpoint, self.name.rank, self.eligible);
+            if let Some(holder) = self.holder {
+                copies.keys(self.place).for_each(|key| writer.store(key, holder));
+            }
+        }
+    }
+
+    /// Runs one step of the stream and carries out what it asks for, but for the replay request it returns.
+    fn step(
+        &mut self,
+        copies: &mut Copies,
+        writer: &mut Writer,
+        step: impl FnOnce(&mut Stream, &mut dyn FnMut(Action<'_>)),
+    ) -> Option<Option<u64>> {
+        let mut applier = Applier {
+            copies,
+            place: self.place,
+            writer,
+            endpoint: self.endpoint,
+            rank: self.name.rank,
+            holder: &mut self.holder,
+            eligible: self.eligible,
+            stats: &self.stats,
+            request: None,
+        };
+        step(&mut self.stream, &mut |action| applier.act(action));
+        let request = applier.request;
+        if self.stream.is_eligible() != self.eligible {
+            self.eligible = !self.eligible;
+            if let Some(holder) = self.holder {
+                writer.set_eligible(holder, self.eligible);
+            }
+        }
+        request
+    }
+
+    fn link(&mut self, link: Link, copies: &mut Copies, writer: &mut Writer, io: &mut Io<'_>) {
+        let (endpoint, rank) = (&self.name.label, self.name.rank.0);
+        let request = match link {
+            Link::Opened(number) => {
+                self.links.insert(number);
+                return;
+            }
+            Link::Retried => return,
+            Link::Ready => {
+                tracing::info!(endpoint, rank, address = self.name.address, "KV events: connected");
+                self.step(copies, writer, |stream, act| stream.connected(&mut |a| act(a)))
+            }
+            Link::Closed(number) => {
+                self.links.remove(&number);
+                if !self.links.is_empty() || !self.stream.is_connected() {
+                    return;
+                }
+                tracing::warn!(
+                    endpoint,
+                    rank,
+                    address = self.name.address,
+                    "KV events: connection lost; the rank's blocks do not count until it is back"
+                );
+                let request = self.step(copies, writer, |stream, act| stream.lost(&mut |a| act(a)));
+                // A mask is worth a publish of its own.
+                let _ = writer.try_publish();
+                request
+            }
+        };
+        self.request(request, io);
+    }
+
+    fn request(&mut self, request: Option<Option<u64>>, io: &mut Io<'_>) {
+        let Some(request) = request else { return };
+        self.drop_replay(io.poller);
+        let (Some(from), Some(address), Some(stream)) = (request, &self.from.replay, &self.socket) else { return };
+        let socket = io.contexts.replay(stream, address, from).and_then(|socket| {
+            watch(io.poller, &socket, self.token)?;
+            Ok(socket)
+        });
+        let socket = socket.inspect_err(|error| {
+            tracing::warn!(endpoint = self.name.label, rank = self.name.rank.0, address, %error, "the replay address cannot be used");
+        });
+        // Without a socket the next visit or time-out sees the failure.
+        let deadline = Instant::now() + io.replay_timeout;
+        self.replay = Some(ReplayRequest { from, socket: socket.ok(), refusals: 0, deadline });
+    }
+
+    fn drop_replay(&mut self, poller: &Poller) {
+        if let Some(ReplayRequest { socket: Some(socket), .. }) = self.replay.take() {
+            forget(poller, &socket);
+        }
+    }
+
+    fn read_replay(&mut self, copies: &mut Copies, writer: &mut Writer, io: &mut Io<'_>) -> Left {
+        for _ in 0..MESSAGES_PER_VISIT {
+            let Some(under_way) = &mut self.replay else { return Left::Nothing };
+            let refusals_max = if self.stream.is_returning() { REFUSALS_MAX_RETURNING } else { REFUSALS_MAX };
+            let request = match &under_way.socket {
+                Some(socket) => {
+                    while let Some(link) = socket.link() {
+                        under_way.refusals += u32::from(link == Link::Retried);
+                    }
+                    if !socket.receive(io.frames) {
+                        if under_way.refusals < refusals_max {
+                            return Left::Nothing;
+                        }
+                        self.replay_missing(copies, writer)
+                    } else {
+                        under_way.deadline = Instant::now() + io.replay_timeout;
+                        let frames = &mut *io.frames;
+                        match frames.replayed() {
+                            Framed::Batch(seq, payload) => {
+                                self.step(copies, writer, |stream, act| stream.replayed(seq, payload, &mut |a| act(a)))
+                            }
+                            Framed::End => {
+                                self.stats.set_replay(Replay::Works);
+                                self.step(copies, writer, |stream, act| stream.replay_ended(&mut |a| act(a)))
+                            }
+                            Framed::Malformed => {
+                                self.stats.reject(Reject::Frames);
+                                None
+                            }
+                        }
+                    }
+                }
+                None => self.replay_missing(copies, writer),
+            };
+            self.request(request, io);
+        }
+        Left::More
+    }
+
+    fn replay_missing(&mut self, copies: &mut Copies, writer: &mut Writer) -> Option<Option<u64>> {
+        if self.stats.replay.load(Ordering::Relaxed) != Replay::Missing as u32 {
+            tracing::info!(
+                endpoint = self.name.label,
+                rank = self.name.rank.0,
+                address = self.from.replay,
+                from = self.replay.as_ref().map(|request| request.from),
+                "no replay endpoint: cold start; what the engine announced before is not known"
+            );
+        }
+        self.stats.set_replay(Replay::Missing);
+        self.step(copies, writer, |stream, act| stream.replay_failed(&mut |a| act(a)))
+    }
+
+    /// Brings the status up to date.
+    fn note(&mut self) {
+        let stats = &*self.stats;
+        let tally = self.stream.tally();
+        stats.connected.store(self.stream.is_connected(), Ordering::Relaxed);
+        stats.eligible.store(self.eligible, Ordering::Relaxed);
+        for (counter, value) in [
+            (&stats.reconnects, tally.reconnects),
+            (&stats.gaps, tally.gaps),
+            (&stats.restarts, tally.restarts),
+            (&stats.replays, tally.replays),
+            (&stats.incomplete, tally.incomplete),
+            (&stats.overflows, tally.overflows),
+        ] {
+            counter.store(value, Ordering::Relaxed);
+        }
+        let engine = stats.engine_block_tokens.load(Ordering::Relaxed);
+        if engine != self.complained_of {
+            self.complained_of = engine;
+            tracing::warn!(
+                endpoint = self.name.label,
+                rank = self.name.rank.0,
+                engine_block_tokens = engine,
+                "block_size_mismatch: the engine's KV blocks are not of the rule's kvBlockSize, so none of them can be routed by; set kvBlockSize to the engine's"
+            );
+        }
+    }
+}
+
+fn watch(poller: &Poller, socket: &Watched, token: u64) -> Result<(), super::sockets::Error> {
+    for descriptor in socket.descriptors()? {
+        poller.watch(descriptor, token)?;
+    }
+    Ok(())
+}
+
+fn forget(poller: &Poller, socket: &Watched) {
+    for descriptor in socket.descriptors().into_iter().flatten() {
+        poller.forget(descriptor);
+    }
+}

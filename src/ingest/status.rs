@@ -1,0 +1,189 @@
+//! What the control thread may know of every stream, without stopping ingest.
+
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use shards::ids::{EndpointIndex, Rank, ServiceId};
+
+use super::events::Reject;
+
+/// Adds to a counter that only the calling thread writes.
+pub(crate) fn add(counter: &AtomicU64, n: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
+}
+
+/// Whether a rank's engine answers replay requests, as of the last try.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Replay {
+    /// Not tried yet, or no address given.
+    Untried,
+    /// The last replay ran to its end.
+    Works,
+    /// Nothing listens there, or it did not answer: history before the connection is not known.
+    Missing,
+}
+
+/// Counters of one stream, written by its ingest thread alone.
+#[derive(Debug, Default)]
+pub(crate) struct StreamStats {
+    pub(crate) connected: AtomicBool,
+    pub(crate) eligible: AtomicBool,
+    /// Last applied sequence number + 1; 0 = none.
+    pub(crate) next_seq: AtomicU64,
+    pub(crate) batches: AtomicU64,
+    pub(crate) events: AtomicU64,
+    pub(crate) blocks_stored: AtomicU64,
+    pub(crate) blocks_removed: AtomicU64,
+    pub(crate) duplicates: AtomicU64,
+    pub(crate) unknown_removals: AtomicU64,
+    pub(crate) other_medium: AtomicU64,
+    pub(crate) other_group: AtomicU64,
+    pub(crate) evicted: AtomicU64,
+    pub(crate) block_size_mismatches: AtomicU64,
+    /// Block size of the last event that differed from the rule's; 0 = none did.
+    pub(crate) engine_block_tokens: AtomicU32,
+    pub(crate) reconnects: AtomicU64,
+    pub(crate) gaps: AtomicU64,
+    pub(crate) restarts: AtomicU64,
+    pub(crate) replays: AtomicU64,
+    pub(crate) incomplete: AtomicU64,
+    pub(crate) overflows: AtomicU64,
+    pub(crate) clears: AtomicU64,
+    pub(crate) rejects: [AtomicU64; Reject::ALL.len()],
+    pub(crate) held: AtomicU64,
+    /// Unix milliseconds; 0 = never.
+    pub(crate) last_event_ms: AtomicU64,
+    /// A [`Replay`] as its number.
+    pub(crate) replay: AtomicU32,
+}
+
+impl StreamStats {
+    pub(crate) fn reject(&self, why: Reject) {
+        add(&self.rejects[why as usize], 1);
+    }
+
+    pub(crate) fn block_size_differs(&self, engine: u32) {
+        add(&self.block_size_mismatches, 1);
+        self.engine_block_tokens.store(engine, Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_replay(&self, replay: Replay) {
+        self.replay.store(replay as u32, Ordering::Relaxed);
+    }
+
+    /// A copy of the counters under the stream's name. Counters are read one by one: they may be a batch apart.
+    pub(crate) fn status(&self, name: &StreamName) -> StreamStatus {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        StreamStatus {
+            name: name.clone(),
+            connected: self.connected.load(Ordering::Relaxed),
+            eligible: self.eligible.load(Ordering::Relaxed),
+            last_seq: get(&self.next_seq).checked_sub(1),
+            batches: get(&self.batches),
+            events: get(&self.events),
+            blocks_stored: get(&self.blocks_stored),
+            blocks_removed: get(&self.blocks_removed),
+            duplicates: get(&self.duplicates),
+            unknown_removals: get(&self.unknown_removals),
+            other_medium: get(&self.other_medium),
+            other_group: get(&self.other_group),
+            evicted: get(&self.evicted),
+            block_size_mismatches: get(&self.block_size_mismatches),
+            engine_block_tokens: match self.engine_block_tokens.load(Ordering::Relaxed) {
+                0 => None,
+                tokens => Some(tokens),
+            },
+            reconnects: get(&self.reconnects),
+            gaps: get(&self.gaps),
+            restarts: get(&self.restarts),
+            replays: get(&self.replays),
+            incomplete: get(&self.incomplete),
+            overflows: get(&self.overflows),
+            clears: get(&self.clears),
+            rejects: Reject::ALL.map(|why| (why, get(&self.rejects[why as usize]))),
+            held: get(&self.held),
+            last_event_ms: match get(&self.last_event_ms) {
+                0 => None,
+                ms => Some(ms),
+            },
+            replay: match self.replay.load(Ordering::Relaxed) {
+                0 => Replay::Untried,
+                1 => Replay::Works,
+                _ => Replay::Missing,
+            },
+        }
+    }
+}
+
+/// Which stream a status is of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StreamName {
+    /// Service of the endpoint.
+    pub service: ServiceId,
+    /// Endpoint inside the service.
+    pub endpoint: EndpointIndex,
+    /// The endpoint as people know it (`address:port`).
+    pub label: String,
+    /// Rank inside the endpoint.
+    pub rank: Rank,
+    /// ZMQ address the stream is read from.
+    pub address: String,
+}
+
+/// State and counters of one (endpoint, rank) stream.
+#[derive(Clone, Debug)]
+pub struct StreamStatus {
+    /// Which stream.
+    pub name: StreamName,
+    /// Whether a publisher is connected.
+    pub connected: bool,
+    /// Whether the rank's blocks count for routing.
+    pub eligible: bool,
+    /// Sequence number of the last batch that was applied.
+    pub last_seq: Option<u64>,
+    /// Batches applied.
+    pub batches: u64,
+    /// Events understood.
+    pub events: u64,
+    /// Keys in stores that counted, duplicates included.
+    pub blocks_stored: u64,
+    /// Keys in removals from device memory.
+    pub blocks_removed: u64,
+    /// Stores of keys that were held already.
+    pub duplicates: u64,
+    /// Removals of keys that were not held.
+    pub unknown_removals: u64,
+    /// Events for other media than device memory.
+    pub other_medium: u64,
+    /// Stores of groups that do not keep the whole prefix.
+    pub other_group: u64,
+    /// Keys withdrawn because the endpoint's bound was reached.
+    pub evicted: u64,
+    /// Stores whose block size is not the rule's; their keys did not enter.
+    pub block_size_mismatches: u64,
+    /// Block size of the last such store.
+    pub engine_block_tokens: Option<u32>,
+    /// Connections after the first.
+    pub reconnects: u64,
+    /// Sequence gaps.
+    pub gaps: u64,
+    /// Engine restarts seen in the sequence or by a replay.
+    pub restarts: u64,
+    /// Replays that ran to their end.
+    pub replays: u64,
+    /// Times the engine's history could not be had in full: what it held before is not known.
+    pub incomplete: u64,
+    /// Live batches not kept during a replay because the buffer was full; asked for again afterwards.
+    pub overflows: u64,
+    /// Times the rank was emptied.
+    pub clears: u64,
+    /// What was not taken, by reason.
+    pub rejects: [(Reject, u64); Reject::ALL.len()],
+    /// (group, key) entries held.
+    pub held: u64,
+    /// When the last batch was applied, Unix milliseconds.
+    pub last_event_ms: Option<u64>,
+    /// Whether the engine answers replay requests.
+    pub replay: Replay,
+}

@@ -1,0 +1,375 @@
+//! One (endpoint, rank) stream: what its connection, its sequence numbers and its replays mean for the blocks held.
+//!
+//! No I/O and no clock: what happened goes in, what is to be done comes out through the `act` callback, in order.
+//!
+//! ```text
+//!                 connected, nothing known, no replay address
+//!        ┌──────┐────────────────────────────────────────────────►┌──────┐◄─────────────────────────┐
+//!   ●───►│ Down │   connected, replay address: Replay{0 | last}   │ Live │ first batch: continues   │
+//!        │      │──────────────►┌───────────┐  end: feed held     │      │ (keep) or not (Clear)    │
+//!        │      │               │ Replaying │────────────────────►│      │                          │
+//!        │      │               │           │  failed, was live   │      │                    ┌─────┴────┐
+//!        │      │               │           │────────────────────►│      │                    │ Unproven │
+//!        │      │               │           │◄────────────────────│      │                    │          │
+//!        │      │               └───────────┘  gap or restart     └──────┘                    │          │
+//!        │      │                     └──────── failed, was down ────────────────────────────►│          │
+//!        │      │──── connected, something known, no replay address ─────────────────────────►│          │
+//!        └──────┘                                                                             └──────────┘
+//!            ▲ lost, from anywhere: what is held stays, but counts no more
+//! ```
+//!
+//! **Proof.** A replay starts at the last batch applied, not behind it: if the engine sends that very batch, it is
+//! the same process and the history goes on; if it sends another one under that number, or none, the engine was
+//! restarted, the rank is cleared and its history is asked for from 0.
+//!
+//! **Eligible** is what is proven: `Live`, or `Replaying` unless the connection had been lost with blocks held.
+//!
+//! **Limits.** Batches that arrive during a replay are kept up to [`HELD_BYTES_MAX`] and [`HELD_BATCHES_MAX`]; what
+//! comes then is not kept, counted, and found again as a gap. A replay that makes no progress [`FRUITLESS_MAX`]
+//! times in a row has failed, and no other is tried before the next connection.
+
+#![forbid(unsafe_code)]
+
+use std::collections::VecDeque;
+
+/// Bytes of live batches kept during a replay.
+const HELD_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// Live batches kept during a replay.
+const HELD_BATCHES_MAX: usize = 65_536;
+/// Replays in a row without a batch that was new.
+const FRUITLESS_MAX: u8 = 2;
+
+/// What the owner of the stream has to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Action<'a> {
+    /// Apply the batch with this sequence number.
+    Apply(u64, &'a [u8]),
+    /// Forget what the rank holds.
+    Clear,
+    /// Ask for every batch from this number on; replaces a request under way.
+    Replay(u64),
+    /// Drop the request under way.
+    StopReplay,
+}
+
+/// Enough of a payload to tell two batches under one number apart: its length and its first bytes, which hold
+/// the engine's clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Print {
+    head: [u8; 16],
+    len: usize,
+}
+
+impl Print {
+    fn of(payload: &[u8]) -> Self {
+        let mut head = [0; 16];
+        let len = payload.len().min(head.len());
+        head[..len].copy_from_slice(&payload[..len]);
+        Print { head, len: payload.len() }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Down,
+    Live,
+    Unproven,
+    Replaying(Request),
+}
+
+/// A replay under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Request {
+    /// The connection had been lost while something was held.
+    returning: bool,
+    /// No answer yet.
+    fresh: bool,
+    /// A number was skipped in the answer: the engine dropped replies.
+    hole: bool,
+    /// Something new was applied since the request.
+    progress: bool,
+    /// Requests in a row without progress.
+    fruitless: u8,
+}
+
+/// What happened so far, for the status.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tally {
+    pub(crate) reconnects: u64,
+    pub(crate) gaps: u64,
+    pub(crate) restarts: u64,
+    pub(crate) replays: u64,
+    /// History that could not be had.
+    pub(crate) incomplete: u64,
+    /// Live batches not kept.
+    pub(crate) overflows: u64,
+}
+
+/// The state of one stream.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    phase: Phase,
+    /// The last batch applied.
+    last: Option<(u64, Print)>,
+    /// The last live number seen on this connection.
+    live: Option<u64>,
+    /// Live numbers up to here were had by replay already.
+    replayed: Option<u64>,
+    /// A replay showed that the engine has sent nothing yet: a first number above 0 is a gap.
+    nothing_sent: bool,
+    /// There is a replay address.
+    has_replay: bool,
+    /// A replay failed on this connection.
+    replay_failed: bool,
+    ever_connected: bool,
+    held: VecDeque<(u64, Vec<u8>)>,
+    held_bytes: usize,
+    tally: Tally,
+}
+
+impl Stream {
+    /// A stream that is not connected and knows nothing.
+    pub(crate) fn new(has_replay: bool) -> Self {
+        Stream {
+            phase: Phase::Down,
+            last: None,
+            live: None,
+            replayed: None,
+            nothing_sent: false,
+            has_replay,
+            replay_failed: false,
+            ever_connected: false,
+            held: VecDeque::new(),
+            held_bytes: 0,
+            tally: Tally::default(),
+        }
+    }
+
+    pub(crate) fn tally(&self) -> Tally {
+        self.tally
+    }
+
+    /// The last sequence number applied.
+    pub(crate) fn last_seq(&self) -> Option<u64> {
+        self.last.map(|(seq, _)| seq)
+    }
+
+    pub(crate) fn is_connected(&self) -> bool {
+        self.phase != Phase::Down
+    }
+
+    /// Whether the blocks held may be routed by.
+    pub(crate) fn is_eligible(&self) -> bool {
+        match self.phase {
+            Phase::Down | Phase::Unproven => false,
+            Phase::Live => true,
+            Phase::Replaying(request) => !request.returning,
+        }
+    }
+
+    /// Whether the request under way is to prove blocks held from before the connection.
+    pub(crate) fn is_returning(&self) -> bool {
+        matches!(self.phase, Phase::Replaying(request) if request.returning)
+    }
+
+    /// A publisher is there.
+    pub(crate) fn connected(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        if self.phase != Phase::Down {
+            return;
+        }
+        self.tally.reconnects += u64::from(std::mem::replace(&mut self.ever_connected, true));
+        self.live = None;
+        self.replayed = None;
+        self.replay_failed = false;
+        self.nothing_sent = false;
+        match (self.has_replay, self.last) {
+            (true, last) => self.request(last.map(|(seq, _)| seq), last.is_some(), 0, act),
+            (false, None) => self.phase = Phase::Live,
+            (false, Some(_)) => self.phase = Phase::Unproven,
+        }
+    }
+
+    /// No publisher is there any more.
+    pub(crate) fn lost(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        if let Phase::Replaying(_) = self.phase {
+            act(Action::StopReplay);
+        }
+        self.phase = Phase::Down;
+        // What was kept is after a gap, or comes again from the replay that the next connection begins with.
+        self.held.clear();
+        self.held_bytes = 0;
+    }
+
+    /// A live batch.
+    pub(crate) fn live(&mut self, seq: u64, payload: &[u8], act: &mut impl FnMut(Action<'_>)) {
+        if let Phase::Replaying(_) = self.phase {
+            return self.hold(seq, payload);
+        }
+        let before = self.live.replace(seq);
+        let Some((last, print)) = self.last else {
+            if std::mem::take(&mut self.nothing_sent) && seq > 0 {
+                return self.gap(seq, None, payload, act);
+            }
+            // The first batch known, wherever the engine's count stands: each key says all by itself.
+            return self.accept(seq, payload, act);
+        };
+        if last.checked_add(1) == Some(seq) {
+            self.accept(seq, payload, act);
+        } else if seq == last && print == Print::of(payload) {
+            self.proven();
+        } else if seq > last {
+            self.gap(seq, Some(last), payload, act);
+        } else if self.replayed.is_some_and(|to| seq <= to) && before.is_none_or(|before| seq > before) {
+            // The replay was ahead of the live stream, which now brings the same batch.
+        } else {
+            self.restarted(act);
+            if seq > 0 && self.may_replay() {
+                self.request(None, false, 0, act);
+                self.hold(seq, payload);
+            } else {
+                self.tally.incomplete += u64::from(seq > 0);
+                self.accept(seq, payload, act);
+            }
+        }
+    }
+
+    fn gap(&mut self, seq: u64, last: Option<u64>, payload: &[u8], act: &mut impl FnMut(Action<'_>)) {
+        self.tally.gaps += 1;
+        if self.may_replay() {
+            self.request(last, false, 0, act);
+            self.hold(seq, payload);
+        } else {
+            self.tally.incomplete += 1;
+            act(Action::Clear);
+            self.accept(seq, payload, act);
+        }
+    }
+
+    /// A batch of the replay under way.
+    pub(crate) fn replayed(&mut self, seq: u64, payload: &[u8], act: &mut impl FnMut(Action<'_>)) {
+        let Phase::Replaying(mut request) = self.phase else { return };
+        let fresh = std::mem::replace(&mut request.fresh, false);
+        let mut apply = false;
+        match self.last {
+            None => {
+                self.tally.incomplete += u64::from(seq > 0);
+                apply = true;
+            }
+            Some((last, print)) if fresh => {
+                if seq > last {
+                    // The engine has forgotten the batch that would prove anything.
+                    self.tally.incomplete += 1;
+                    act(Action::Clear);
+                    apply = true;
+                } else if (seq, Print::of(payload)) != (last, print) {
+                    self.restarted(act);
+                    return self.request(None, false, 0, act);
+                }
+            }
+            Some((last, _)) if last.checked_add(1) == Some(seq) => apply = true,
+            Some((last, _)) => request.hole |= seq > last,
+        }
+        if apply {
+            request.progress = true;
+            self.last = Some((seq, Print::of(payload)));
+            act(Action::Apply(seq, payload));
+        }
+        self.phase = Phase::Replaying(request);
+    }
+
+    /// The replay under way said that it is at its end.
+    pub(crate) fn replay_ended(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        let Phase::Replaying(request) = self.phase else { return };
+        if request.fresh && self.last.is_some() {
+            // The engine never sent the batch we applied last.
+            self.restarted(act);
+            self.request(None, false, 0, act);
+        } else if request.hole {
+            self.again(request, act);
+        } else {
+            self.tally.replays += 1;
+            act(Action::StopReplay);
+            self.nothing_sent = self.last.is_none() && self.held.is_empty();
+            self.phase = Phase::Live;
+            self.feed_held(act);
+        }
+    }
+
+    /// The replay under way fell silent.
+    pub(crate) fn replay_timed_out(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        if let Phase::Replaying(request) = self.phase {
+            self.again(request, act);
+        }
+    }
+
+    /// Nothing answers at the replay address.
+    pub(crate) fn replay_failed(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        let Phase::Replaying(request) = self.phase else { return };
+        self.replay_failed = true;
+        self.tally.incomplete += 1;
+        act(Action::StopReplay);
+        self.phase = if request.returning && self.last.is_some() { Phase::Unproven } else { Phase::Live };
+        self.feed_held(act);
+    }
+
+    fn again(&mut self, request: Request, act: &mut impl FnMut(Action<'_>)) {
+        let fruitless = if request.progress { 0 } else { request.fruitless + 1 };
+        if fruitless >= FRUITLESS_MAX {
+            return self.replay_failed(act);
+        }
+        self.request(self.last_seq(), request.returning, fruitless, act);
+    }
+
+    fn may_replay(&self) -> bool {
+        self.has_replay && !self.replay_failed && self.phase != Phase::Down
+    }
+
+    fn request(&mut self, from: Option<u64>, returning: bool, fruitless: u8, act: &mut impl FnMut(Action<'_>)) {
+        let request = Request { returning, fresh: true, hole: false, progress: false, fruitless };
+        self.phase = Phase::Replaying(request);
+        act(Action::Replay(from.unwrap_or(0)));
+    }
+
+    fn restarted(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        self.tally.restarts += 1;
+        self.last = None;
+        self.replayed = None;
+        act(Action::Clear);
+    }
+
+    fn accept(&mut self, seq: u64, payload: &[u8], act: &mut impl FnMut(Action<'_>)) {
+        self.last = Some((seq, Print::of(payload)));
+        self.proven();
+        act(Action::Apply(seq, payload));
+    }
+
+    /// What is held is what the connected engine holds. Batches still read after a loss prove nothing.
+    fn proven(&mut self) {
+        if self.phase == Phase::Unproven {
+            self.phase = Phase::Live;
+        }
+    }
+
+    fn hold(&mut self, seq: u64, payload: &[u8]) {
+        if self.held.len() >= HELD_BATCHES_MAX || self.held_bytes + payload.len() > HELD_BYTES_MAX {
+            self.tally.overflows += 1;
+            return;
+        }
+        self.held_bytes += payload.len();
+        self.held.push_back((seq, payload.to_vec()));
+    }
+
+    fn feed_held(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        self.held_bytes = 0;
+        self.replayed = self.last_seq();
+        // The batch that led to the replay is the first of these, and was seen already.
+        self.live = None;
+        for (seq, payload) in std::mem::take(&mut self.held) {
+            self.live(seq, &payload, act);
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "stream_tests.rs"]
+mod tests;

@@ -1,0 +1,331 @@
+//! One ingest thread: waits for its streams, applies what they bring, publishes, and sums up the shards' load.
+//!
+//! A cycle: take what is ready (each source up to a bound, the rest in the next cycle) → commands → overdue replays →
+//! publish every inventory that has something pending → the loads. Nothing in it waits but the poller.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::Receiver;
+use shards::ids::{EndpointIndex, ServiceId};
+use shards::inventory::Writer;
+use shards::load::LoadTable;
+use shards::service::EndpointShared;
+
+use super::copies::Copies;
+use super::poller::Poller;
+use super::sockets::{Contexts, Frames};
+use super::source::{Io, Left, Source};
+use super::status::StreamName;
+use super::{EndpointSources, Mode, RankSource, ServiceSources, Shared};
+
+/// How often loads are published, and a refused publish repeated.
+const TICK: Duration = Duration::from_micros(200);
+/// The same while nothing is in flight: the first requests after a pause may be seen so late by other shards.
+const TICK_IDLE: Duration = Duration::from_millis(1);
+/// Nothing in flight for so long is a pause.
+const IDLE_AFTER: Duration = Duration::from_millis(100);
+/// How often overdue replays are looked for.
+const TICK_REPLAY: Duration = Duration::from_millis(10);
+/// Publishes of one inventory per cycle; what is left is published in the next, which does not wait.
+const PUBLISHES_PER_CYCLE: usize = 4;
+/// Operations pending beyond which a service's sources are not read: its readers hold up every publish.
+const PENDING_MAX: usize = 1 << 18;
+
+/// What the control thread wants.
+pub(crate) enum Command {
+    Add(ServiceSources, Writer),
+    Update(ServiceSources),
+    Remove(ServiceId),
+    Stop,
+}
+
+struct Service {
+    block_tokens: u32,
+    writer: Writer,
+    endpoints: BTreeMap<EndpointIndex, Endpoint>,
+}
+
+struct Endpoint {
+    shared: Arc<EndpointShared>,
+    copies: Copies,
+    sources: Vec<Source>,
+}
+
+/// Where the source behind a token is.
+#[derive(Clone, Copy)]
+struct Place {
+    service: ServiceId,
+    endpoint: EndpointIndex,
+    source: usize,
+}
+
+/// The duty of the one thread that publishes loads.
+struct Loads {
+    table: Arc<LoadTable>,
+    published: Instant,
+    busy: Instant,
+}
+
+/// The state of one ingest thread.
+pub(crate) struct Worker {
+    poller: Poller,
+    contexts: Contexts,
+    frames: Frames,
+    commands: Receiver<Command>,
+    shared: Arc<Shared>,
+    services: BTreeMap<ServiceId, Service>,
+    places: BTreeMap<u64, Place>,
+    token_next: u64,
+    /// Tokens of sources with messages left to read.
+    ready: BTreeSet<u64>,
+    /// Tokens of sources with a replay under way.
+    replaying: BTreeSet<u64>,
+    loads: Option<Loads>,
+    blocks_max: usize,
+    replay_timeout: Duration,
+}
+
+/// What a worker is made from.
+pub(crate) struct WorkerOptions {
+    pub(crate) poller: Poller,
+    pub(crate) commands: Receiver<Command>,
+    pub(crate) shared: Arc<Shared>,
+    /// The load table, for the one thread that publishes it.
+    pub(crate) loads: Option<Arc<LoadTable>>,
+    pub(crate) blocks_max: usize,
+    pub(crate) replay_timeout: Duration,
+}
+
+impl Worker {
+    pub(crate) fn new(options: WorkerOptions) -> Self {
+        let now = Instant::now();
+        Worker {
+            poller: options.poller,
+            contexts: Contexts::default(),
+            frames: Frames::new(),
+            commands: options.commands,
+            shared: options.shared,
+            services: BTreeMap::new(),
+            places: BTreeMap::new(),
+            token_next: 0,
+            ready: BTreeSet::new(),
+            replaying: BTreeSet::new(),
+            loads: options.loads.map(|table| Loads { table, published: now, busy: now }),
+            blocks_max: options.blocks_max,
+            replay_timeout: options.replay_timeout,
+        }
+    }
+
+    /// Runs until it is told to stop.
+    pub(crate) fn run(mut self) {
+        let mut tokens = Vec::new();
+        let mut pending = Pending::Nothing;
+        loop {
+            self.poller.tick_every(self.tick(pending));
+            tokens.extend(std::mem::take(&mut self.ready));
+            self.poller.wait(!tokens.is_empty() || pending == Pending::Work, &mut tokens);
+            tokens.sort_unstable();
+            tokens.dedup();
+            for token in tokens.drain(..) {
+                self.visit(token);
+            }
+            while let Ok(command) = self.commands.try_recv() {
+                if !self.obey(command) {
+                    return self.stop();
+                }
+            }
+            self.check_replays();
+            pending = self.publish();
+            self.publish_loads();
+        }
+    }
+
+    fn tick(&self, pending: Pending) -> Option<Duration> {
+        let loads = self.loads.as_ref().map(|loads| match loads.busy.elapsed() < IDLE_AFTER {
+            true => TICK,
+            false => TICK_IDLE,
+        });
+        let refused = (pending == Pending::Refused).then_some(TICK);
+        let replays = (!self.replaying.is_empty()).then_some(TICK_REPLAY);
+        [loads, refused, replays].into_iter().flatten().min()
+    }
+
+    fn visit(&mut self, token: u64) {
+        let Some(place) = self.places.get(&token).copied() else { return };
+        let Worker { contexts, poller, frames, .. } = self;
+        let mut io = Io { contexts, poller, frames, replay_timeout: self.replay_timeout };
+        let Some(service) = self.services.get_mut(&place.service) else { return };
+        let Some(endpoint) = service.endpoints.get_mut(&place.endpoint) else { return };
+        let Some(source) = endpoint.sources.get_mut(place.source) else { return };
+        if service.writer.pending() > PENDING_MAX && !service.writer.try_publish() {
+            self.ready.insert(token);
+            return;
+        }
+        if source.visit(&mut endpoint.copies, &mut service.writer, &mut io) == Left::More {
+            self.ready.insert(token);
+        }
+        if source.is_replaying() {
+            self.replaying.insert(token);
+        }
+    }
+
+    fn check_replays(&mut self) {
+        if self.replaying.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        for token in std::mem::take(&mut self.replaying) {
+            let Some(place) = self.places.get(&token).copied() else { continue };
+            let Worker { contexts, poller, frames, .. } = self;
+            let mut io = Io { contexts, poller, frames, replay_timeout: self.replay_timeout };
+            let Some(service) = self.services.get_mut(&place.service) else { continue };
+            let Some(endpoint) = service.endpoints.get_mut(&place.endpoint) else { continue };
+            let Some(source) = endpoint.sources.get_mut(place.source) else { continue };
+            if source.check_replay(now, &mut endpoint.copies, &mut service.writer, &mut io) {
+                self.replaying.insert(token);
+            }
+        }
+    }
+
+    fn publish(&mut self) -> Pending {
+        let mut left = Pending::Nothing;
+        for service in self.services.values_mut() {
+            for endpoint in service.endpoints.values_mut() {
+                for source in &mut endpoint.sources {
+                    source.repair(&endpoint.copies, &mut service.writer);
+                }
+            }
+            if service.writer.pending() == 0 {
+                continue;
+            }
+            let published = (0..PUBLISHES_PER_CYCLE).all(|_| service.writer.try_publish());
+            for endpoint in service.endpoints.values() {
+                endpoint.shared.kv_blocks.store(endpoint.copies.distinct(), Ordering::Relaxed);
+            }
+            if service.writer.pending() > 0 {
+                left = left.max(if published { Pending::Work } else { Pending::Refused });
+            }
+        }
+        left
+    }
+
+    fn publish_loads(&mut self) {
+        let Some(loads) = &mut self.loads else { return };
+        let now = Instant::now();
+        if now.duration_since(loads.published) < TICK {
+            return;
+        }
+        loads.published = now;
+        if loads.table.publish(self.shared.load_slots.load(Ordering::Relaxed)) {
+            loads.busy = now;
+        }
+    }
+
+    /// Carries out a command; false to stop.
+    fn obey(&mut self, command: Command) -> bool {
+        match command {
+            Command::Add(sources, writer) => {
+                let (id, block_tokens) = (sources.id, sources.block_tokens);
+                self.remove(id);
+                self.services.insert(id, Service { block_tokens, writer, endpoints: BTreeMap::new() });
+                self.update(sources);
+            }
+            Command::Update(sources) => self.update(sources),
+            Command::Remove(id) => self.remove(id),
+            Command::Stop => return false,
+        }
+        true
+    }
+
+    fn stop(mut self) {
+        let ids: Vec<_> = self.services.keys().copied().collect();
+        ids.into_iter().for_each(|id| self.remove(id));
+    }
+
+    fn remove(&mut self, id: ServiceId) {
+        let Some(service) = self.services.get(&id) else { return };
+        let endpoints: Vec<_> = service.endpoints.keys().copied().collect();
+        endpoints.into_iter().for_each(|endpoint| self.close_endpoint(id, endpoint));
+        self.services.remove(&id);
+    }
+
+    /// Makes the sources of a service those that are given; what is the same stays undisturbed.
+    fn update(&mut self, sources: ServiceSources) {
+        let ServiceSources { id, block_tokens, endpoints } = sources;
+        let Some(service) = self.services.get_mut(&id) else { return };
+        let same_blocks = std::mem::replace(&mut service.block_tokens, block_tokens) == block_tokens;
+        let known: Vec<_> = service.endpoints.keys().copied().collect();
+        for index in known {
+            if !same_blocks || !endpoints.iter().any(|endpoint| endpoint.index == index) {
+                self.close_endpoint(id, index);
+            }
+        }
+        for wanted in endpoints {
+            self.update_endpoint(id, wanted);
+        }
+    }
+
+    fn update_endpoint(&mut self, id: ServiceId, wanted: EndpointSources) {
+        let EndpointSources { index, shared, label, ranks } = wanted;
+        let known = self.services.get(&id).and_then(|service| service.endpoints.get(&index));
+        let same = known.is_some_and(|endpoint| endpoint.sources.iter().map(|source| &source.from).eq(&ranks));
+        if !same {
+            self.close_endpoint(id, index);
+        }
+        let Some(service) = self.services.get_mut(&id) else { return };
+        if let Some(endpoint) = service.endpoints.get_mut(&index) {
+            endpoint.shared = shared;
+            return;
+        }
+        let copies = Copies::new(ranks.len(), service.block_tokens, self.blocks_max);
+        service.endpoints.insert(index, Endpoint { shared, copies, sources: Vec::new() });
+        for from in ranks {
+            self.open_source(id, index, &label, from);
+        }
+    }
+
+    fn open_source(&mut self, id: ServiceId, index: EndpointIndex, label: &str, from: RankSource) {
+        let Worker { contexts, poller, frames, .. } = self;
+        let mut io = Io { contexts, poller, frames, replay_timeout: self.replay_timeout };
+        let Some(service) = self.services.get_mut(&id) else { return };
+        let Some(endpoint) = service.endpoints.get_mut(&index) else { return };
+        let (Mode::Connect(address) | Mode::Bind(address)) = &from.mode;
+        let name = StreamName {
+            service: id,
+            endpoint: index,
+            label: label.to_owned(),
+            rank: from.rank,
+            address: address.clone(),
+        };
+        let token = self.token_next;
+        self.token_next += 1;
+        let source = endpoint.sources.len();
+        endpoint.sources.push(Source::open(name, from, source, token, &mut service.writer, &mut io));
+        self.shared.register(&endpoint.sources[source]);
+        self.places.insert(token, Place { service: id, endpoint: index, source });
+        self.ready.insert(token);
+    }
+
+    fn close_endpoint(&mut self, id: ServiceId, index: EndpointIndex) {
+        let Some(service) = self.services.get_mut(&id) else { return };
+        let Some(endpoint) = service.endpoints.remove(&index) else { return };
+        for source in endpoint.sources {
+            self.shared.unregister(&source);
+            source.close(&mut service.writer, &self.poller);
+        }
+        self.places.retain(|_, place| place.service != id || place.endpoint != index);
+        endpoint.shared.kv_blocks.store(0, Ordering::Relaxed);
+    }
+}
+
+/// Whether inventories have something left to publish.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Pending {
+    Nothing,
+    /// A reader still reads the other side.
+    Refused,
+    Work,
+}

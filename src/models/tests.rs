@@ -1,0 +1,151 @@
+use std::fs;
+use std::sync::mpsc::{Receiver, channel};
+
+use shards::prompt::Lookup;
+
+use super::*;
+
+/// A word-level tokenizer small enough to stand here.
+const TINY: &str = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
+    "pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,
+    "model":{"type":"WordLevel","vocab":{"[UNK]":0,"hello":1,"world":2},"unk_token":"[UNK]"}}"#;
+
+/// A loader over a directory of its own; both end with it.
+struct Fixture {
+    directory: PathBuf,
+    control: Arc<Control>,
+    tables: Receiver<Arc<ModelTable>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Fixture {
+    fn start(name: &str) -> Self {
+        let directory = std::env::temp_dir().join(format!("kvlane-models-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&directory);
+        fs::create_dir_all(&directory).unwrap();
+        let control = Control::new();
+        let (sender, tables) = channel();
+        let on_change = move |table| drop(sender.send(table));
+        let thread = spawn(directory.clone(), Arc::clone(&control), || (), on_change).unwrap();
+        Fixture { directory, control, tables, thread: Some(thread) }
+    }
+
+    fn write(&self, slug: &str, file: &str, text: &str) {
+        fs::create_dir_all(self.directory.join(slug)).unwrap();
+        // Moved into place, as one stages a file that is in use.
+        let new = self.directory.join(slug).join("new");
+        fs::write(&new, text).unwrap();
+        fs::rename(new, self.directory.join(slug).join(file)).unwrap();
+    }
+
+    fn status(&self, slug: &str) -> Option<ModelStatus> {
+        self.control.status().into_iter().find(|s| s.slug == slug)
+    }
+
+    /// Waits for the next tables until one is as wanted; 30 s without is a failure.
+    fn wait(&self, what: &str, is_so: impl Fn(&ModelTable) -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !is_so(&self.control.table()) {
+            let left = deadline.checked_duration_since(Instant::now()).unwrap_or_else(|| panic!("waited for: {what}"));
+            let _ = self.tables.recv_timeout(left.min(Duration::from_millis(50)));
+        }
+    }
+}
+
+impl Drop for Fixture {
+    fn drop(&mut self) {
+        self.control.stop();
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+}
+
+fn ready(table: &ModelTable, model: &str) -> bool {
+    matches!(table.lookup(model), Lookup::Ready(_))
+}
+
+fn failed(table: &ModelTable, slug: &str) -> bool {
+    matches!(table.get(slug), Some(Entry::Failed { .. }))
+}
+
+#[test]
+fn a_model_named_by_a_rule_is_loaded_repaired_and_dropped() {
+    let fixture = Fixture::start("lifecycle");
+    fixture.control.set_wanted(["org/model".to_owned()]);
+    fixture.wait("missing", |t| failed(t, "org__model"));
+    let status = fixture.status("org__model").unwrap();
+    assert_eq!(status.path, fixture.directory.join("org__model/tokenizer.json"));
+    assert!(matches!(status.state, ModelState::Failed { reason } if reason.contains("not found")));
+
+    fixture.write("org__model", "tokenizer.json", &TINY[..TINY.len() / 2]);
+    fixture.wait("damaged", |_| {
+        let state = fixture.status("org__model").map(|s| s.state);
+        matches!(state, Some(ModelState::Failed { reason }) if reason.contains("not a usable"))
+    });
+
+    fixture.write("org__model", "tokenizer.json", TINY);
+    fixture.wait("repaired", |t| ready(t, "org/model"));
+    let state = fixture.status("org__model").unwrap().state;
+    assert!(matches!(state, ModelState::Ready { template: "missing", template_problem: Some(_), .. }));
+
+    fixture.write("org__model", "chat_template.jinja", "x");
+    fixture.wait("template", |_| {
+        let state = fixture.status("org__model").map(|s| s.state);
+        matches!(state, Some(ModelState::Ready { template: "chat_template.jinja", template_problem: None, .. }))
+    });
+
+    fixture.write("org__model", "tokenizer_config.json", "{");
+    fixture.wait("damaged configuration", |t| failed(t, "org__model"));
+    assert_eq!(fixture.status("org__model").unwrap().path, fixture.directory.join("org__model/tokenizer_config.json"));
+
+    fs::remove_dir_all(fixture.directory.join("org__model")).unwrap();
+    fixture.wait("gone, still named", |_| {
+        fixture.status("org__model").is_some_and(|s| s.path.ends_with("tokenizer.json"))
+    });
+    fixture.control.set_wanted([]);
+    fixture.wait("gone", |t| t.get("org__model").is_none());
+}
+
+#[test]
+fn a_staged_model_is_loaded_when_a_request_asks() {
+    let fixture = Fixture::start("asked");
+    fixture.write("a__b", "tokenizer.json", TINY);
+    fixture.write("c", "tokenizer.json", TINY);
+    fixture.wait("staged", |t| t.entries().count() == 2);
+    assert_eq!(fixture.status("c").unwrap().state, ModelState::Staged);
+    assert!(matches!(fixture.control.table().lookup("unknown"), Lookup::Missing));
+    assert!(matches!(fixture.control.table().lookup("a/b"), Lookup::Loading));
+    fixture.wait("loaded", |t| ready(t, "a/b"));
+    assert_eq!(fixture.status("c").unwrap().state, ModelState::Staged, "nobody asked for it");
+}
+
+#[test]
+fn what_is_no_file_of_text_is_reported() {
+    let fixture = Fixture::start("odd");
+    fixture.control.set_wanted(["dir".to_owned(), "binary".to_owned(), "a\0b".to_owned()]);
+    fs::create_dir_all(fixture.directory.join("dir/tokenizer.json")).unwrap();
+    fs::create_dir_all(fixture.directory.join("binary")).unwrap();
+    fs::write(fixture.directory.join("binary/tokenizer.json"), [0xff, 0xfe, 0x00]).unwrap();
+    fixture.wait("all failed", |t| ["binary", "dir", "a\0b"].iter().all(|slug| failed(t, slug)));
+    fixture.wait("reasons", |_| {
+        let reason = |slug| match fixture.status(slug).map(|s| s.state) {
+            Some(ModelState::Failed { reason }) => reason,
+            _ => String::new(),
+        };
+        reason("dir").contains("not a regular file")
+            && reason("binary").contains("UTF-8")
+            && reason("a\0b").contains("no directory")
+    });
+}
+
+#[test]
+fn a_directory_that_is_absent_is_waited_for() {
+    let fixture = Fixture::start("absent");
+    fs::remove_dir(&fixture.directory).unwrap();
+    fixture.control.set_wanted(["m".to_owned()]);
+    fixture.wait("missing", |t| failed(t, "m"));
+    fixture.write("m", "tokenizer.json", TINY);
+    fixture.wait("there", |t| ready(t, "m"));
+}

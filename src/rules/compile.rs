@@ -1,0 +1,78 @@
+//! A checked rule into the service that shards route with.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use shards::block::NoneHash;
+use shards::ids::ServiceId;
+use shards::inventory::ReaderFactory;
+use shards::service::{Endpoint, EndpointShared, KvExact, Service, ServiceShared};
+
+use super::{Host, KvRule, Rule};
+
+/// One place of a service's endpoint list: in use by the rule, or kept for an endpoint that left it.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// Where requests go; none while a name has not been resolved.
+    pub address: Option<SocketAddr>,
+    /// State that outlives compilations.
+    pub shared: Arc<EndpointShared>,
+    /// Which endpoint of the rule stands here; none = retired.
+    pub in_rule: Option<usize>,
+}
+
+/// Compiles a rule. `places` is by endpoint index; `inventory` is there exactly when the rule routes by KV cache.
+#[must_use]
+pub fn compile(
+    rule: &Rule,
+    id: ServiceId,
+    places: &[Place],
+    shared: Arc<ServiceShared>,
+    inventory: Option<ReaderFactory>,
+) -> Service {
+    let some = |text: &String| (!text.is_empty()).then(|| text.clone());
+    Service {
+        id,
+        name: rule.name.clone(),
+        listen: rule.key.listen(),
+        host: some(&rule.key.host),
+        path: rule.key.path(),
+        model: some(&rule.key.model),
+        select: rule.select,
+        engine: rule.engine,
+        kv: rule.kv.as_ref().zip(inventory).map(|(kv, inventory)| compile_kv(kv, inventory)),
+        endpoints: places.iter().map(|place| compile_place(rule, place)).collect(),
+        shared,
+    }
+}
+
+fn compile_kv(kv: &KvRule, inventory: ReaderFactory) -> KvExact {
+    KvExact {
+        block_tokens: kv.block_tokens,
+        algo: kv.algo,
+        none_hash: NoneHash::from_seed(kv.algo, &kv.seed),
+        chat_template: kv.chat_template.as_ref().map(|template| Arc::clone(&template.text)),
+        min_match_tokens: kv.min_match_tokens,
+        spill_relief: kv.spill_relief,
+        mean_load_factor: kv.mean_load_factor,
+        seed_every: kv.seed_every,
+        seed_min_blocks: kv.seed_min_blocks,
+        inventory,
+    }
+}
+
+fn compile_place(rule: &Rule, place: &Place) -> Endpoint {
+    let endpoint = place.in_rule.map(|at| &rule.endpoints[at]);
+    Endpoint {
+        // A name without an address has weight 0 below, so that nothing is sent to this placeholder.
+        address: place.address.unwrap_or(SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0)),
+        dns_name: endpoint.and_then(|endpoint| match &endpoint.host {
+            Host::Ip(_) => None,
+            Host::Name(name) => Some(name.clone()),
+        }),
+        weight: endpoint.filter(|_| place.address.is_some()).map_or(0, |endpoint| endpoint.weight),
+        backup: endpoint.is_some_and(|endpoint| endpoint.backup),
+        retired: endpoint.is_none(),
+        shared: Arc::clone(&place.shared),
+    }
+}

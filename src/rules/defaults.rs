@@ -1,0 +1,107 @@
+//! The environment variables of KV-exact routing: read once, at the edge, and passed on as values.
+
+use crate::fields::{Kind, Problem};
+
+use super::SEED_BYTES_MAX;
+
+/// What a rule gets where it says nothing itself: the variable, else the default.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvDefaults {
+    /// `LLB_KV_NONE_HASH_SEED`, at most 23 bytes; unset or empty = the fixed seed of vLLM 0.29 and later.
+    pub seed: Option<String>,
+    /// `LLB_KV_MIN_MATCH_TOKENS`, 0 to 4096.
+    pub min_match_tokens: u32,
+    /// `LOXILB_KV_SPILL_RELIEF`; unset = on in mode 3.
+    pub spill_relief: Option<bool>,
+    /// `LOXILB_KV_COLDSTART_SEED_N`.
+    pub seed_every: u32,
+    /// `LOXILB_KV_COLDSTART_MIN_BLOCKS`.
+    pub seed_min_blocks: u32,
+    /// `LOXILB_KV_MEAN_LOAD_FACTOR`, 100 to 1000 percent.
+    pub mean_load_factor: u32,
+    /// `LOXILB_KV_MAX_BLOCKS`, 1,000 to 100,000,000 per endpoint.
+    pub max_blocks: u32,
+    /// `LLB_KV_REPLAY_PORT_OFFSET`; 0 = no replay.
+    pub replay_port_offset: u16,
+}
+
+impl Default for KvDefaults {
+    fn default() -> Self {
+        KvDefaults {
+            seed: None,
+            min_match_tokens: 16,
+            spill_relief: None,
+            seed_every: 16,
+            seed_min_blocks: 16,
+            mean_load_factor: 175,
+            max_blocks: 1_000_000,
+            replay_port_offset: 1000,
+        }
+    }
+}
+
+impl KvDefaults {
+    /// Reads the variables through `lookup`, which returns a variable's value.
+    ///
+    /// # Errors
+    /// Every variable whose value cannot be used, with its value and its range.
+    pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Self, Vec<Problem>> {
+        let mut env = Env { lookup, problems: Vec::new() };
+        let default = KvDefaults::default();
+        let value = KvDefaults {
+            seed: env.seed("LLB_KV_NONE_HASH_SEED"),
+            min_match_tokens: env.number("LLB_KV_MIN_MATCH_TOKENS", 0, 4096, default.min_match_tokens),
+            spill_relief: env.switch("LOXILB_KV_SPILL_RELIEF"),
+            seed_every: env.number("LOXILB_KV_COLDSTART_SEED_N", 0, 1_000_000, default.seed_every),
+            seed_min_blocks: env.number("LOXILB_KV_COLDSTART_MIN_BLOCKS", 0, 100_000_000, default.seed_min_blocks),
+            mean_load_factor: env.number("LOXILB_KV_MEAN_LOAD_FACTOR", 100, 1000, default.mean_load_factor),
+            max_blocks: env.number("LOXILB_KV_MAX_BLOCKS", 1000, 100_000_000, default.max_blocks),
+            replay_port_offset: u16::try_from(env.number("LLB_KV_REPLAY_PORT_OFFSET", 0, 65_535, 1000))
+                .expect("the range ends at 65,535"),
+        };
+        if env.problems.is_empty() { Ok(value) } else { Err(env.problems) }
+    }
+}
+
+struct Env<F> {
+    lookup: F,
+    problems: Vec<Problem>,
+}
+
+impl<F: Fn(&str) -> Option<String>> Env<F> {
+    fn problem(&mut self, name: &str, message: String) {
+        self.problems.push(Problem { kind: Kind::Invalid, line: None, key: name.to_owned(), message });
+    }
+
+    fn number(&mut self, name: &str, min: u32, max: u32, default: u32) -> u32 {
+        let Some(text) = (self.lookup)(name).filter(|text| !text.is_empty()) else { return default };
+        match text.parse() {
+            Ok(value) if (min..=max).contains(&value) => value,
+            _ => {
+                self.problem(name, format!("{text:?} is not a whole number within {min} to {max}"));
+                default
+            }
+        }
+    }
+
+    fn switch(&mut self, name: &str) -> Option<bool> {
+        let text = (self.lookup)(name).filter(|text| !text.is_empty())?;
+        match text.to_ascii_lowercase().as_str() {
+            "1" | "true" | "on" | "yes" => Some(true),
+            "0" | "false" | "off" | "no" => Some(false),
+            _ => {
+                self.problem(name, format!("{text:?} is none of 1, true, on, yes, 0, false, off, no"));
+                None
+            }
+        }
+    }
+
+    fn seed(&mut self, name: &str) -> Option<String> {
+        let text = (self.lookup)(name).filter(|text| !text.is_empty())?;
+        if text.len() > SEED_BYTES_MAX {
+            self.problem(name, format!("{text:?} has {} bytes, at most {SEED_BYTES_MAX} are taken", text.len()));
+            return None;
+        }
+        Some(text)
+    }
+}

@@ -1,0 +1,258 @@
+//! Load-balancer rules: from a file's `[[rule]]` or an API body to what a shard routes with.
+//!
+//! One definition serves both doors: [`check`] reads either, reports everything that is wrong with it, and returns
+//! a [`Rule`] in which every value is in force (the rule's own, else the environment's, else the default). What
+//! follows sees no raw input: [`readback`] shows a rule, [`compile`] makes the [`shards::service::Service`].
+//!
+//! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
+//! `kvNoneHashSeed`, `kvChatTemplate`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`,
+//! `kvColdstartMinBlocks`, `kvMeanLoadFactor` and `kvMaxBlocks`, and an endpoint `kvZmqPort`, `kvReplayPort` and
+//! `kvZmqBind`.
+
+#![forbid(unsafe_code)]
+
+mod check;
+pub mod compile;
+mod defaults;
+mod endpoints;
+mod kv;
+mod others;
+mod readback;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use shards::block::HashAlgo;
+use shards::service::{Engine, PathMatch, Select};
+
+pub use check::{check, check_file, check_request};
+pub use defaults::KvDefaults;
+pub use kv::algo_name;
+pub use readback::readback;
+
+/// Most endpoints of one rule. A rule with more is refused.
+pub const ENDPOINTS_MAX: usize = 1024;
+/// Most data-parallel ranks of one endpoint (`kvDpRankCount`). A rule with more is refused.
+pub const RANKS_MAX: i64 = 8;
+/// Longest seed, bytes, as the reference bounds it. A longer one is refused.
+pub const SEED_BYTES_MAX: usize = 23;
+/// Longest text of a rule (name, host, path, model), bytes. A rule with a longer one is refused.
+pub const TEXT_BYTES_MAX: usize = 255;
+
+/// A checked rule; every value is in force.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rule {
+    /// What tells it from other rules.
+    pub key: RuleKey,
+    /// `name`; may be empty.
+    pub name: String,
+    /// `sel`.
+    pub select: Select,
+    /// `kvEngineType`.
+    pub engine: Engine,
+    /// KV-exact routing (`kvExactMode` 3); none = plain load balancing.
+    pub kv: Option<KvRule>,
+    /// Endpoints in the order of the rule.
+    pub endpoints: Vec<RuleEndpoint>,
+    /// Options that are accepted, have no effect, and are shown again, by name.
+    pub inert: BTreeMap<&'static str, serde_json::Value>,
+}
+
+/// Identity of a rule: a second rule with the same key is a change of the first.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RuleKey {
+    /// `externalIP`.
+    pub ip: IpAddr,
+    /// `port`.
+    pub port: u16,
+    /// `block`.
+    pub block: u32,
+    /// `host`, lower case; empty = any.
+    pub host: String,
+    /// `path_prefix`; empty = any.
+    pub path_prefix: String,
+    /// `path_match_mode`.
+    pub path_match: PathMatchMode,
+    /// `model_name`; empty = any.
+    pub model: String,
+}
+
+/// `path_match_mode`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum PathMatchMode {
+    /// Paths are not looked at.
+    #[default]
+    Disabled,
+    /// The path begins with `path_prefix`.
+    Prefix,
+    /// The path is `path_prefix`.
+    Exact,
+}
+
+impl PathMatchMode {
+    /// The value in rules.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            PathMatchMode::Disabled => "disabled",
+            PathMatchMode::Prefix => "prefix",
+            PathMatchMode::Exact => "exact",
+        }
+    }
+
+    /// The mode of a name.
+    #[must_use]
+    pub fn of_name(name: &str) -> Option<Self> {
+        [PathMatchMode::Disabled, PathMatchMode::Prefix, PathMatchMode::Exact].into_iter().find(|m| m.name() == name)
+    }
+}
+
+impl RuleKey {
+    /// Where clients connect to.
+    #[must_use]
+    pub fn listen(&self) -> SocketAddr {
+        SocketAddr::new(self.ip, self.port)
+    }
+
+    /// The path the rule is for, as a shard compares it.
+    #[must_use]
+    pub fn path(&self) -> Option<PathMatch> {
+        match self.path_match {
+            PathMatchMode::Disabled => None,
+            PathMatchMode::Prefix => Some(PathMatch::Prefix(self.path_prefix.clone())),
+            PathMatchMode::Exact => Some(PathMatch::Exact(self.path_prefix.clone())),
+        }
+    }
+}
+
+impl fmt::Display for RuleKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.listen())?;
+        for (name, value) in [("host", &self.host), ("path", &self.path_prefix), ("model", &self.model)] {
+            if !value.is_empty() {
+                write!(f, " {name} {value}")?;
+            }
+        }
+        if self.block != 0 { write!(f, " block {}", self.block) } else { Ok(()) }
+    }
+}
+
+/// KV-exact routing of a rule; every value is in force.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KvRule {
+    /// `kvBlockSize`, tokens.
+    pub block_tokens: u32,
+    /// `kvHashAlgo`.
+    pub algo: HashAlgo,
+    /// `kvZmqPort`: event port of endpoints that name none; rank r is at the port + r.
+    pub zmq_port: u16,
+    /// `kvWarmupSec`: shown again; a block counts from the moment it is announced.
+    pub warmup_sec: u32,
+    /// `kvDpRankCount`.
+    pub ranks: u8,
+    /// The engines' `PYTHONHASHSEED`; the fixed seed of vLLM 0.29 and later where nothing names one.
+    pub seed: String,
+    /// `kvChatTemplate`.
+    pub chat_template: Option<ChatTemplate>,
+    /// `kvMinMatchTokens`: shorter prompts are not scored; 0 = all are.
+    pub min_match_tokens: u32,
+    /// `kvSpillRelief`.
+    pub spill_relief: bool,
+    /// `kvColdstartSeedN`; 0 = never.
+    pub seed_every: u32,
+    /// `kvColdstartMinBlocks`; 0 = only an empty endpoint is cold.
+    pub seed_min_blocks: u32,
+    /// `kvMeanLoadFactor`, percent.
+    pub mean_load_factor: u32,
+    /// `kvMaxBlocks`: most blocks indexed per endpoint.
+    pub max_blocks: usize,
+}
+
+/// A chat template named by a rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChatTemplate {
+    /// The file.
+    pub path: PathBuf,
+    /// Its text when the rule was checked.
+    pub text: Arc<str>,
+}
+
+/// One backend as the rule names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RuleEndpoint {
+    /// `endpointIP`.
+    pub host: Host,
+    /// `targetPort`.
+    pub port: u16,
+    /// `weight`; 0 drains.
+    pub weight: u32,
+    /// `backup`: used only when no other endpoint is up.
+    pub backup: bool,
+    /// `nixl_port`: shown again, used by P/D rules alone.
+    pub nixl_port: u16,
+    /// Where its cache events come from; none for rules without KV-exact routing.
+    pub events: Option<EventSource>,
+}
+
+impl RuleEndpoint {
+    /// What the endpoint is found again by when its rule changes.
+    #[must_use]
+    pub fn identity(&self) -> (Host, u16) {
+        (self.host.clone(), self.port)
+    }
+}
+
+impl fmt::Display for RuleEndpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.host {
+            Host::Ip(ip) => write!(f, "{}", SocketAddr::new(*ip, self.port)),
+            Host::Name(name) => write!(f, "{name}:{}", self.port),
+        }
+    }
+}
+
+/// Address of an endpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Host {
+    /// A literal address.
+    Ip(IpAddr),
+    /// A name, lower case, resolved again every 5 s.
+    Name(String),
+}
+
+impl fmt::Display for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Host::Ip(ip) => write!(f, "{ip}"),
+            Host::Name(name) => f.write_str(name),
+        }
+    }
+}
+
+/// Where an endpoint's cache events come from. Rank r is at each port + r.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EventSource {
+    /// Which side of the event connection listens, and where.
+    pub live: EventPlace,
+    /// Port of the endpoint's replay socket; none = the engine is never asked for missed events.
+    pub replay_port: Option<u16>,
+    /// Whether the endpoint itself named the event port or address, so that the readback shows it.
+    pub own: bool,
+    /// Whether the endpoint itself named the replay port.
+    pub own_replay: bool,
+}
+
+/// Which side of an event connection listens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventPlace {
+    /// The engine listens at this port of the endpoint's host: the usual case.
+    Connect(u16),
+    /// The gateway listens here, for engines whose publisher connects (`kvZmqBind`).
+    Bind(SocketAddr),
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,110 @@
+//! A rule as the API shows it: the names it was posted with, and the values in force.
+
+use serde_json::{Map, Value, json};
+use shards::ids::ServiceId;
+use shards::service::Select;
+
+use super::{EventPlace, KvRule, PathMatchMode, Rule, RuleEndpoint, kv};
+
+/// The rule as one element of `lbAttr`. `up` tells for each endpoint of the rule whether it is up.
+#[must_use]
+pub fn readback(rule: &Rule, id: ServiceId, up: &[bool]) -> Value {
+    let endpoints: Vec<Value> = rule
+        .endpoints
+        .iter()
+        .enumerate()
+        .map(|(i, endpoint)| show_endpoint(endpoint, up.get(i).copied().unwrap_or(false)))
+        .collect();
+    json!({ "serviceArguments": show_service(rule, id), "endpoints": endpoints })
+}
+
+fn show_service(rule: &Rule, id: ServiceId) -> Value {
+    let mut map = Map::new();
+    let mut put = |name: &str, value: Value| {
+        map.insert(name.to_owned(), value);
+    };
+    put("service_id", json!(id.0));
+    put("externalIP", json!(rule.key.ip));
+    put("port", json!(rule.key.port));
+    put("protocol", json!("tcp"));
+    put("sel", json!(sel_number(rule.select)));
+    put("mode", json!(4));
+    put("security", json!(0));
+    put("block", json!(rule.key.block));
+    put("name", json!(rule.name));
+    for (name, value) in
+        [("host", &rule.key.host), ("path_prefix", &rule.key.path_prefix), ("model_name", &rule.key.model)]
+    {
+        if !value.is_empty() {
+            put(name, json!(value));
+        }
+    }
+    if rule.key.path_match != PathMatchMode::Disabled {
+        put("path_match_mode", json!(rule.key.path_match.name()));
+    }
+    put("kvExactMode", json!(if rule.kv.is_some() { 3 } else { 0 }));
+    put("kvEngineType", json!(rule.engine.name()));
+    if let Some(kv) = &rule.kv {
+        show_kv(kv, &mut put);
+    }
+    for (name, value) in &rule.inert {
+        put(name, value.clone());
+    }
+    Value::Object(map)
+}
+
+/// `sel` of a selection.
+#[must_use]
+pub(super) fn sel_number(select: Select) -> u8 {
+    match select {
+        Select::RoundRobin => 0,
+        Select::LeastConnections => 4,
+    }
+}
+
+fn show_kv(kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
+    put("kvBlockSize", json!(kv.block_tokens));
+    put("kvHashAlgo", json!(kv::algo_name(kv.algo)));
+    put("kvZmqPort", json!(kv.zmq_port));
+    put("kvWarmupSec", json!(kv.warmup_sec));
+    put("kvDpRankCount", json!(kv.ranks));
+    put("kvNoneHashSeed", json!(kv.seed));
+    if let Some(template) = &kv.chat_template {
+        put("kvChatTemplate", json!(template.path));
+    }
+    put("kvMinMatchTokens", json!(kv.min_match_tokens));
+    put("kvSpillRelief", json!(kv.spill_relief));
+    put("kvColdstartSeedN", json!(kv.seed_every));
+    put("kvColdstartMinBlocks", json!(kv.seed_min_blocks));
+    put("kvMeanLoadFactor", json!(kv.mean_load_factor));
+    put("kvMaxBlocks", json!(kv.max_blocks));
+}
+
+fn show_endpoint(endpoint: &RuleEndpoint, up: bool) -> Value {
+    let mut value = json!({
+        "endpointIP": endpoint.host.to_string(),
+        "targetPort": endpoint.port,
+        "weight": endpoint.weight,
+        "state": if up { "active" } else { "inactive" },
+        "counter": "",
+        "ep_role": 0,
+    });
+    let map = value.as_object_mut().expect("the literal above is an object");
+    if endpoint.backup {
+        map.insert("backup".to_owned(), json!(true));
+    }
+    if endpoint.nixl_port != 0 {
+        map.insert("nixl_port".to_owned(), json!(endpoint.nixl_port));
+    }
+    if let Some(events) = &endpoint.events {
+        match events.live {
+            EventPlace::Bind(address) => map.insert("kvZmqBind".to_owned(), json!(format!("tcp://{address}"))),
+            EventPlace::Connect(port) if events.own => map.insert("kvZmqPort".to_owned(), json!(port)),
+            EventPlace::Connect(_) => None,
+        };
+        if let Some(port) = events.replay_port.filter(|_| events.own_replay) {
+            map.insert("kvReplayPort".to_owned(), json!(port));
+        }
+    }
+    value
+}

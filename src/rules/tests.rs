@@ -1,0 +1,317 @@
+use serde_json::{Value, json};
+use shards::ids::ServiceId;
+
+use super::*;
+use crate::fields::{Fields, Kind, Problem, Report, from_json, from_toml};
+
+/// A single-pool rule that is right, with members of `serviceArguments` replaced or added.
+fn body(changes: Value, endpoints: Value) -> Value {
+    let mut service = json!({"externalIP": "127.0.0.1", "port": 8080, "protocol": "tcp", "sel": 0, "mode": 4,
+        "kvExactMode": 3, "kvBlockSize": 16, "kvHashAlgo": "sha256_cbor", "kvZmqPort": 5557});
+    for (name, value) in changes.as_object().expect("changes are an object") {
+        service[name] = value.clone();
+    }
+    json!({"serviceArguments": service, "endpoints": endpoints})
+}
+
+fn two() -> Value {
+    json!([{"endpointIP": "10.0.0.1", "targetPort": 8000, "weight": 1},
+           {"endpointIP": "10.0.0.2", "targetPort": 8000, "weight": 1}])
+}
+
+fn request(body: &Value) -> Result<(Rule, Vec<Problem>), Vec<Problem>> {
+    check_request(&from_json(body.to_string().as_bytes()).expect("JSON"), &KvDefaults::default())
+}
+
+fn accepted(body: &Value) -> Rule {
+    request(body).unwrap_or_else(|problems| panic!("refused: {problems:?}")).0
+}
+
+#[track_caller]
+fn refused(body: &Value, kind: Kind, expected: &str) {
+    let problems = request(body).expect_err("the rule must be refused");
+    let texts: Vec<String> = problems.iter().map(ToString::to_string).collect();
+    assert!(
+        problems.iter().any(|p| p.kind == kind && p.to_string().contains(expected)),
+        "{texts:?} lacks {expected:?}"
+    );
+}
+
+#[test]
+fn values_left_out_have_the_reference_defaults_in_the_readback() {
+    let rule = accepted(&json!({"serviceArguments": {"externalIP": "127.0.0.1", "port": 8080, "mode": 4,
+        "kvExactMode": 3}, "endpoints": two()}));
+    let shown = readback(&rule, ServiceId(7), &[true, false]);
+    let service = &shown["serviceArguments"];
+    for (name, value) in [
+        ("service_id", json!(7)),
+        ("kvExactMode", json!(3)),
+        ("kvBlockSize", json!(16)),
+        ("kvHashAlgo", json!("sha256_cbor")),
+        ("kvZmqPort", json!(5557)),
+        ("kvWarmupSec", json!(30)),
+        ("kvEngineType", json!("vllm")),
+        ("kvDpRankCount", json!(1)),
+        ("sel", json!(0)),
+        ("mode", json!(4)),
+        ("protocol", json!("tcp")),
+        ("kvNoneHashSeed", json!("vllm-none-hash")),
+    ] {
+        assert_eq!(service[name], value, "{name}");
+    }
+    assert_eq!(shown["endpoints"][0]["state"], "active");
+    assert_eq!(shown["endpoints"][1]["state"], "inactive");
+}
+
+#[test]
+fn a_readback_posted_again_is_the_same_rule() {
+    let endpoints = json!([
+        {"endpointIP": "127.0.0.1", "targetPort": 8001, "weight": 2, "kvZmqPort": 6001, "kvReplayPort": 7001},
+        {"endpointIP": "127.0.0.1", "targetPort": 8002, "weight": 1, "kvZmqBind": "tcp://127.0.0.1:6002"},
+        {"endpointIP": "engine.example", "targetPort": 8002, "backup": true}]);
+    let rule = accepted(&body(
+        json!({"kvNoneHashSeed": "42", "host": "A.example", "path_prefix": "/v1", "path_match_mode": "prefix",
+               "model_name": "Qwen/Qwen3", "kvDpRankCount": 0, "monitor": true, "name": "pool"}),
+        endpoints,
+    ));
+    let (again, warnings) = request(&readback(&rule, ServiceId(0), &[])).expect("accepted");
+    assert_eq!(again, rule);
+    assert_eq!(warnings, []);
+}
+
+#[test]
+fn refusals_name_the_value_and_what_is_expected() {
+    let invalid = [
+        (json!({"mode": null}), "mode: kv-exact single-role mode requires mode=fullproxy"),
+        (json!({"mode": 2}), "mode: kv-exact single-role mode requires mode=fullproxy"),
+        (json!({"mode": 0, "kvExactMode": 0}), "mode: 0 is refused: kvlane proxies HTTP or nothing"),
+        (json!({"pd_disagg_mode": true, "mode": 0, "kvExactMode": 1}), "pd-disagg requires mode=fullproxy"),
+        (
+            json!({"pd_disagg_mode": true, "kvExactMode": 1}),
+            "pd-disagg requires at least 1 prefill (ep_role=1) and 1 decode (ep_role=2) endpoint",
+        ),
+        (json!({"pd_cache_aware_mode": true}), "pd-cache-aware requires pd_disagg_mode=true"),
+        (
+            json!({"pd_disagg_mode": true}),
+            "kv-exact single-role mode is incompatible with pd-disagg (use kvExactMode=1 for P/D)",
+        ),
+        (
+            json!({"kvExactMode": 1}),
+            "kv-exact zmq mode requires pd_disagg_mode=true (use kvExactMode=3 for a single pool)",
+        ),
+        (json!({"kvExactMode": 2}), "kvExactMode: 2 is reserved"),
+        (json!({"kvExactMode": 4}), "kvExactMode: 4 is not within 0 to 3"),
+        (json!({"kvEngineType": "ollama"}), "kv-engine-type must be one of \"vllm\", \"sglang\", \"trtllm\""),
+        (json!({"kvDpRankCount": 9}), "kv-dp-rank-count must be within 1..8 (0 = default 1)"),
+        (json!({"kvDpRankCount": -1}), "kv-dp-rank-count must be within 1..8 (0 = default 1)"),
+        (json!({"kvZmqPort": 65530, "kvDpRankCount": 8}), "kvZmqPort: 65530 with 8 ranks ends beyond port 65535"),
+        (json!({"kvHashAlgo": "sha256"}), "write \"sha256_cbor\""),
+        (json!({"kvHashAlgo": "xxhash"}), "write \"xxhash_cbor\""),
+        (json!({"kvHashAlgo": "md5"}), "kv-hash-algo must be one of"),
+        (json!({"kvHashAlgo": "sha256_sglang"}), "incompatible with kv-engine-type \"vllm\" (omit kvHashAlgo to get"),
+        (json!({"kvBlockSize": 1}), "kvBlockSize: 1 is not within 4 to 65536 tokens"),
+        (json!({"kvBlockSize": 0}), "kvBlockSize: 0 is not within 4 to 65536 tokens"),
+        (json!({"kvBlockSize": "16"}), "kvBlockSize: expected a whole number, found a text (\"16\")"),
+        (json!({"kvNoneHashSeed": "123456789012345678901234"}), "kvNoneHashSeed: has 24 bytes, at most 23"),
+        (json!({"kvChatTemplate": "/nonexistent/chat.jinja"}), "kvChatTemplate: cannot read /nonexistent/chat.jinja"),
+        (json!({"kvMeanLoadFactor": 99}), "kvMeanLoadFactor: 99 is not within 100 to 1000"),
+        (json!({"pdBootstrapPort": 8998}), "pd-bootstrap-port requires pd_disagg_mode=true and kv-engine-type sglang"),
+        (json!({"protocol": "udp"}), "protocol: \"udp\" is refused"),
+        (json!({"sel": 6}), "sel: 6 (n3) works with udp only"),
+        (json!({"sel": 7}), "sel: 7 is reserved"),
+        (json!({"sel": 11}), "sel: 11 is not within 0 to 10"),
+        (json!({"port": 65536}), "port: 65536 is not within 1 to 65535"),
+        (json!({"port": null}), "port: missing"),
+        (json!({"externalIP": "gateway"}), "externalIP: \"gateway\" is no IP address"),
+        (json!({"externalIP": null}), "externalIP: missing"),
+        (json!({"security": 3}), "security: 3 is not within 0 to 2"),
+        (json!({"path_match_mode": "regex"}), "path_match_mode: \"regex\" is none of"),
+        (json!({"path_match_mode": "exact"}), "path_prefix: \"\" must begin with \"/\""),
+        (json!({"probeRetries": 101}), "probeRetries: 101 is not within 0 to 100"),
+        (json!({"kvEngineType": "trtllm", "kvHashAlgo": null, "kvZmqPort": 6000}), "kvZmqPort is meaningless"),
+    ];
+    for (changes, expected) in invalid {
+        refused(&body(changes, two()), Kind::Invalid, expected);
+    }
+}
+
+#[test]
+fn what_is_right_but_not_built_is_told_apart() {
+    let later = [
+        (json!({"sel": 8}), "sel: 8 is not built yet"),
+        (json!({"security": 1}), "security: 1 is refused: TLS is not built yet"),
+        (json!({"kvEngineType": "sglang", "kvHashAlgo": null}), "kvEngineType: \"sglang\" is not built yet"),
+        (json!({"oper": 1}), "oper: 1 is not built yet"),
+        (json!({"adminStateUp": false}), "adminStateUp: false is not built yet"),
+        (json!({"portMax": 8090}), "portMax: 8090: port ranges are not built yet"),
+        (json!({"api_key_auth": "required"}), "api_key_auth: \"required\" is refused"),
+        (json!({"backend_protocol": "http2"}), "backend_protocol: \"http2\" is refused"),
+        (json!({"mtls_frontend": {"client_cert_mode": "required"}}), "mtls_frontend"),
+    ];
+    for (changes, expected) in later {
+        let problems = request(&body(changes, two())).expect_err("refused");
+        assert!(problems.iter().all(|p| p.kind == Kind::NotYet), "{problems:?}");
+        assert!(problems[0].to_string().contains(expected), "{problems:?} lacks {expected:?}");
+    }
+    let nothing = json!({"security": 0, "oper": 0, "portMax": 8080, "api_key_auth": "disabled", "fc_mode": "off",
+        "backend_protocol": "http1", "mtls_frontend": {}, "adminStateUp": true, "egress": false});
+    accepted(&body(nothing, two()));
+}
+
+/// The reference documentation's prefill/decode rule and its SGLang rule.
+#[test]
+fn the_documented_examples_answer_not_yet_and_nothing_else() {
+    let roles: Vec<Value> = (0..6)
+        .map(|i| json!({"endpointIP": format!("10.0.0.{}", i + 1), "targetPort": 8080, "weight": 1, "ep_role": i % 2 + 1}))
+        .collect();
+    let disaggregated = json!({"serviceArguments": {"externalIP": "10.1.1.1", "port": 8080, "protocol": "tcp",
+        "sel": 0, "mode": 4, "pd_disagg_mode": true, "kvExactMode": 1, "kvZmqPort": 5557,
+        "kvHashAlgo": "sha256_cbor", "kvWarmupSec": 30, "kvBlockSize": 16}, "endpoints": roles});
+    let sglang = json!({"serviceArguments": {"externalIP": "10.1.1.1", "port": 9090, "protocol": "tcp", "sel": 0,
+        "mode": 4, "kvExactMode": 3, "kvEngineType": "sglang", "kvDpRankCount": 3, "kvZmqPort": 5561,
+        "kvWarmupSec": 30, "kvBlockSize": 16}, "endpoints": two()});
+    for body in [disaggregated, sglang] {
+        let problems = request(&body).expect_err("not built yet");
+        assert_eq!(problems.iter().map(|p| p.kind).collect::<Vec<_>>(), [Kind::NotYet], "{problems:?}");
+    }
+}
+
+#[test]
+fn endpoints_are_checked_one_by_one_and_together() {
+    let one = |more: Value| {
+        let mut endpoint = json!({"endpointIP": "10.0.0.1", "targetPort": 8000});
+        for (name, value) in more.as_object().expect("an object") {
+            endpoint[name] = value.clone();
+        }
+        endpoint
+    };
+    let cases = [
+        (json!([]), "endpoints: missing: a rule needs at least one endpoint"),
+        (json!(null), "endpoints: missing: a rule needs at least one endpoint"),
+        (json!([one(json!({"ep_role": 1}))]), "endpoints[0].ep_role: 1 is refused: kvExactMode 3 is a single pool"),
+        (json!([one(json!({"endpointIP": "10.0.0.256"}))]), "malformed-lbep error: \"10.0.0.256\""),
+        (json!([one(json!({"endpointIP": "0.0.0.0"}))]), "names no host to connect to"),
+        (json!([one(json!({"targetPort": null}))]), "endpoints[0].targetPort: missing"),
+        (json!([one(json!({"weight": -1}))]), "endpoints[0].weight: -1 is not within 0 to 65535"),
+        (json!([one(json!({})), one(json!({}))]), "endpoints[1].endpointIP: 10.0.0.1:8000 is already endpoints[0]"),
+        (
+            json!([one(json!({})), one(json!({"targetPort": 8001}))]),
+            "the events of rank 0 would come from tcp://10.0.0.1:5557, as those of endpoints[0] rank 0 do",
+        ),
+        (json!([one(json!({"kvZmqBind": "udp://1.2.3.4:5"}))]), "is not of the form \"tcp://ADDRESS:PORT\""),
+        (
+            json!([one(json!({"kvZmqBind": "tcp://127.0.0.1:6000", "kvZmqPort": 6000}))]),
+            "cannot stand beside kvZmqPort",
+        ),
+    ];
+    for (endpoints, expected) in cases {
+        refused(&body(json!({}), endpoints), Kind::Invalid, expected);
+    }
+    // Two ranks of neighbours meet at one port.
+    let neighbours = json!([one(json!({"kvZmqPort": 6000})), one(json!({"targetPort": 8001, "kvZmqPort": 6001}))]);
+    accepted(&body(json!({}), neighbours.clone()));
+    refused(
+        &body(json!({"kvDpRankCount": 2}), neighbours),
+        Kind::Invalid,
+        "tcp://10.0.0.1:6001, as those of endpoints[0] rank 1",
+    );
+}
+
+#[test]
+fn event_and_replay_ports_follow_endpoint_then_rule_then_offset() {
+    let endpoints = json!([
+        {"endpointIP": "10.0.0.1", "targetPort": 8000},
+        {"endpointIP": "10.0.0.2", "targetPort": 8000, "kvZmqPort": 7000},
+        {"endpointIP": "10.0.0.3", "targetPort": 8000, "kvReplayPort": 9000},
+        {"endpointIP": "10.0.0.4", "targetPort": 8000, "kvZmqPort": 65000},
+        {"endpointIP": "10.0.0.5", "targetPort": 8000, "kvZmqBind": "tcp://*:6100"}]);
+    let rule = accepted(&body(json!({}), endpoints));
+    let events: Vec<_> = rule.endpoints.iter().map(|e| e.events.expect("a KV rule")).collect();
+    let places: Vec<_> = events.iter().map(|e| (e.live, e.replay_port)).collect();
+    let bound = EventPlace::Bind("0.0.0.0:6100".parse().expect("an address"));
+    assert_eq!(
+        places,
+        [
+            (EventPlace::Connect(5557), Some(6557)),
+            (EventPlace::Connect(7000), Some(8000)),
+            (EventPlace::Connect(5557), Some(9000)),
+            (EventPlace::Connect(65000), None),
+            (bound, Some(7100)),
+        ]
+    );
+}
+
+#[test]
+fn clients_of_the_reference_are_understood() {
+    let posted = json!({"serviceArguments": {"externalIP": "127.0.0.1", "port": 8080, "protocol": "tcp", "sel": 0,
+        "mode": 4, "BGP": false, "Monitor": false, "inactiveTimeOut": 0, "block": 0, "proxyprotocolv2": false,
+        "egress": false, "future": 1},
+        "secondaryIPs": null, "allowedSources": null,
+        "endpoints": [{"endpointIP": "10.0.0.1", "targetPort": 8080, "weight": 1, "state": "", "counter": ""}]});
+    let (rule, warnings) = request(&posted).expect("accepted");
+    assert_eq!(rule.kv, None);
+    let warnings: Vec<String> = warnings.iter().map(ToString::to_string).collect();
+    assert_eq!(warnings, ["serviceArguments.future: unknown member, ignored"]);
+}
+
+#[test]
+fn all_problems_come_at_once() {
+    let problems = request(&body(json!({"kvBlockSize": 0, "sel": 12, "kvHashAlgo": "md5"}), json!([{"weight": -1}])))
+        .expect_err("refused");
+    let keys: Vec<&str> = problems.iter().map(|p| p.key.as_str()).collect();
+    for key in ["kvBlockSize", "sel", "kvHashAlgo"] {
+        assert!(keys.contains(&format!("serviceArguments.{key}").as_str()), "{keys:?} lacks {key}");
+    }
+    for key in ["endpointIP", "targetPort", "weight"] {
+        assert!(keys.contains(&format!("endpoints[0].{key}").as_str()), "{keys:?} lacks {key}");
+    }
+}
+
+#[test]
+fn in_a_file_mode_is_fullproxy_by_default_and_unknown_keys_are_errors() {
+    let text = "externalIP = \"127.0.0.1\"\nport = 8080\nkvExactMode = 3\nkvzmqport = 5557\n\
+                [[endpoints]]\nendpointIP = \"10.0.0.1\"\ntargetPort = 8000\n";
+    let read = |text: &str| {
+        let node = from_toml(text).expect("TOML");
+        let mut report = Report::new(crate::fields::Dialect::File);
+        let fields = Fields::root(&mut report, &node);
+        (check_file(fields, &mut report, &KvDefaults::default()), report)
+    };
+    let (rule, report) = read(text);
+    assert_eq!(rule, None);
+    assert_eq!(report.problems[0].to_string(), "kvzmqport: unknown key");
+    assert_eq!(report.problems[0].line, Some(4));
+    let (rule, report) = read(&text.replace("kvzmqport", "kvZmqPort"));
+    assert!(rule.is_some(), "{report:?}");
+}
+
+#[test]
+fn a_rules_key_wins_over_the_variable_and_the_variable_over_the_default() {
+    let env = |pairs: &[(&str, &str)]| {
+        KvDefaults::from_env(|name| pairs.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned()))
+    };
+    let defaults = env(&[
+        ("LLB_KV_NONE_HASH_SEED", "7"),
+        ("LLB_KV_MIN_MATCH_TOKENS", "64"),
+        ("LOXILB_KV_SPILL_RELIEF", "Off"),
+        ("LLB_KV_REPLAY_PORT_OFFSET", "0"),
+        ("LOXILB_KV_COLDSTART_SEED_N", ""),
+    ])
+    .expect("all in range");
+    let node = from_json(body(json!({"kvMinMatchTokens": 0}), two()).to_string().as_bytes()).expect("JSON");
+    let rule = check_request(&node, &defaults).expect("accepted").0;
+    let kv = rule.kv.expect("a KV rule");
+    assert_eq!((kv.seed.as_str(), kv.min_match_tokens, kv.spill_relief, kv.seed_every), ("7", 0, false, 16));
+    assert_eq!(rule.endpoints[0].events.expect("a KV rule").replay_port, None);
+
+    let problems = env(&[
+        ("LLB_KV_NONE_HASH_SEED", "123456789012345678901234"),
+        ("LLB_KV_MIN_MATCH_TOKENS", "4097"),
+        ("LOXILB_KV_MEAN_LOAD_FACTOR", "many"),
+        ("LOXILB_KV_SPILL_RELIEF", "maybe"),
+    ])
+    .expect_err("all out of range");
+    let texts: Vec<String> = problems.iter().map(ToString::to_string).collect();
+    assert_eq!(texts.len(), 4, "{texts:?}");
+    assert!(texts.contains(&"LLB_KV_MIN_MATCH_TOKENS: \"4097\" is not a whole number within 0 to 4096".to_owned()));
+}

@@ -1,0 +1,115 @@
+//! What goes on beside changes: probing endpoints and resolving their names.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use shards::ids::{EndpointIndex, ServiceId};
+use shards::service::EndpointShared;
+use tokio::task::JoinSet;
+use tokio::time::MissedTickBehavior;
+use tracing::{info, warn};
+
+use crate::health::{self, Monitor, Seen, Verdict};
+use crate::rules::Host;
+
+use super::{Control, resolve};
+
+/// Probes under way at once. Beyond it the others of that second wait for these.
+const PROBES_MAX: usize = 256;
+
+/// Starts the tasks; dropping what is returned ends them.
+pub(super) fn start(control: &Control) -> JoinSet<()> {
+    let mut tasks = JoinSet::new();
+    tasks.spawn(probe_all(control.clone()));
+    tasks.spawn(resolve_all(control.clone()));
+    tasks
+}
+
+struct Target {
+    key: (ServiceId, EndpointIndex),
+    address: SocketAddr,
+    shared: Arc<EndpointShared>,
+}
+
+async fn probe_all(control: Control) {
+    let mut monitors: HashMap<(ServiceId, EndpointIndex), Monitor> = HashMap::new();
+    let mut tick = tokio::time::interval(health::PERIOD);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tick.tick().await;
+        let targets = targets(&control);
+        let present: std::collections::HashSet<_> = targets.iter().map(|target| target.key).collect();
+        monitors.retain(|key, _| present.contains(key));
+        let mut waiting = targets.into_iter();
+        let mut probes = JoinSet::new();
+        for target in waiting.by_ref().take(PROBES_MAX) {
+            probes.spawn(ask(target));
+        }
+        while let Some(done) = probes.join_next().await {
+            if let Some(target) = waiting.next() {
+                probes.spawn(ask(target));
+            }
+            let Ok((target, alive)) = done else { continue };
+            judge(monitors.entry(target.key).or_default(), &target, alive);
+        }
+    }
+}
+
+fn targets(control: &Control) -> Vec<Target> {
+    let view = control.view();
+    let of_entry = |entry: &Arc<super::Entry>| {
+        let id = entry.id;
+        let target = |place: &crate::rules::compile::Place| {
+            let shared = Arc::clone(&place.shared);
+            place.address.map(|address| Target { key: (id, shared.index), address, shared })
+        };
+        entry.in_rule().filter_map(target).collect::<Vec<_>>()
+    };
+    view.entries.iter().flat_map(of_entry).collect()
+}
+
+async fn ask(target: Target) -> (Target, bool) {
+    let alive = health::probe(target.address, health::TIMEOUT).await.is_alive();
+    (target, alive)
+}
+
+fn judge(monitor: &mut Monitor, target: &Target, alive: bool) {
+    let shared = &target.shared;
+    let connect_failures = shared.connect_failures.load(std::sync::atomic::Ordering::Relaxed);
+    let (service_id, ep_idx) = (target.key.0.0, target.key.1.0);
+    match monitor.observe(Instant::now(), Seen { up: shared.is_up(), connect_failures, alive }) {
+        Verdict::Keep => {}
+        Verdict::TakeOut => {
+            if shared.mark_down() {
+                warn!(service_id, ep_idx, endpoint = %target.address, "endpoint taken out: it does not answer GET /health");
+            }
+        }
+        Verdict::BringBack => {
+            if shared.mark_up() {
+                info!(service_id, ep_idx, endpoint = %target.address, "endpoint back: it answers GET /health");
+            }
+        }
+    }
+}
+
+async fn resolve_all(control: Control) {
+    let mut tick = tokio::time::interval(resolve::PERIOD);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tick.tick().await;
+        for entry in control.view().entries.clone() {
+            if !entry.rule.endpoints.iter().any(|endpoint| matches!(endpoint.host, Host::Name(_))) {
+                continue;
+            }
+            let known: Vec<Option<SocketAddr>> = entry.in_rule().map(|place| place.address).collect();
+            let found = resolve::resolve(&entry.rule, &known).await;
+            // A name that cannot be resolved just now keeps the address it had: the name server may be away.
+            let addresses: Vec<_> = found.iter().zip(&known).map(|(found, known)| found.or(*known)).collect();
+            if addresses != known {
+                control.moved(entry, addresses).await;
+            }
+        }
+    }
+}

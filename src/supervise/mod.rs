@@ -1,0 +1,378 @@
+//! What runs, and how it changes: the one owner of rules, listening sockets, shards, ingest and models.
+//!
+//! **Invariant.** One task ([`Supervisor::run`]) makes every change, one at a time: prepare (resolve, work out,
+//! bind), then hand the new tables to every shard, then commit. A change that fails in any step leaves everything as
+//! it was. Everyone else asks through a [`Control`] and reads the [`View`] that the last change published.
+
+#![forbid(unsafe_code)]
+
+mod background;
+mod parts;
+mod registry;
+mod resolve;
+mod slots;
+mod sockets;
+
+use std::collections::HashMap;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use shards::ids::ServiceId;
+use shards::load::LoadTable;
+use shards::service::Tables;
+use tokio::sync::{mpsc, oneshot, watch};
+use tracing::{error, info, warn};
+
+use crate::config::Config;
+use crate::cores::Plan;
+use crate::rules::{Rule, RuleKey};
+
+pub use parts::{IngestPart, ModelsPart, PartError, ShardView};
+use parts::{ModelsChange, Parts};
+pub use registry::{Entry, RegistryError};
+use registry::{Events, Registry};
+pub use slots::LOAD_SLOTS;
+pub use sockets::BindError;
+
+/// Requests to the supervisor that wait. Beyond it the askers wait.
+const REQUESTS_MAX: usize = 64;
+/// How often shards are looked after and unused places freed.
+const WATCH_PERIOD: Duration = Duration::from_secs(1);
+
+/// Why a rule was not taken in; nothing was changed.
+#[derive(Debug, thiserror::Error)]
+pub enum ApplyError {
+    /// The rules do not allow it.
+    #[error(transparent)]
+    Registry(#[from] RegistryError),
+    /// Its address cannot be listened at.
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    /// Two of its endpoints have one address.
+    #[error("two endpoints of the rule resolve to {0}")]
+    Collision(SocketAddr),
+    /// A part of the process did not do its share.
+    #[error(transparent)]
+    Part(#[from] PartError),
+    /// The process is shutting down.
+    #[error("the gateway is shutting down")]
+    Stopping,
+}
+
+/// Which rules are meant.
+#[derive(Clone, Debug)]
+pub enum Selector {
+    /// The rule with this key.
+    Key(RuleKey),
+    /// Every rule of this name.
+    Name(String),
+    /// Every rule.
+    All,
+}
+
+impl Selector {
+    fn matches(&self, rule: &Rule) -> bool {
+        match self {
+            Selector::Key(key) => rule.key == *key,
+            Selector::Name(name) => rule.name == *name,
+            Selector::All => true,
+        }
+    }
+}
+
+/// What others may know: replaced whole after every change.
+#[derive(Debug)]
+pub struct View {
+    /// Rules in force, in order of their numbers.
+    pub entries: Vec<Arc<Entry>>,
+    /// Shards.
+    pub shards: Vec<ShardView>,
+}
+
+impl View {
+    /// The rule of a number.
+    #[must_use]
+    pub fn entry(&self, id: ServiceId) -> Option<&Arc<Entry>> {
+        self.entries.iter().find(|entry| entry.id == id)
+    }
+
+    /// Whether a rule has an endpoint that requests may go to.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.entries.iter().any(|entry| entry.service.endpoints.iter().any(|endpoint| endpoint.is_candidate()))
+    }
+}
+
+enum Request {
+    Apply(Box<Rule>, oneshot::Sender<Result<Arc<Entry>, ApplyError>>),
+    Remove(Selector, oneshot::Sender<Result<usize, ApplyError>>),
+    /// The names of this entry's endpoints lead elsewhere now.
+    Moved(Arc<Entry>, Vec<Option<SocketAddr>>),
+}
+
+/// The way to the supervisor, for everyone else.
+#[derive(Clone, Debug)]
+pub struct Control {
+    requests: mpsc::Sender<Request>,
+    view: watch::Receiver<Arc<View>>,
+    /// In-flight counts.
+    pub loads: Arc<LoadTable>,
+    /// Event streams.
+    pub ingest: IngestPart,
+    /// Tokenizers.
+    pub models: ModelsPart,
+}
+
+impl Control {
+    /// What is in force now.
+    #[must_use]
+    pub fn view(&self) -> Arc<View> {
+        Arc::clone(&self.view.borrow())
+    }
+
+    /// Puts a rule in force, new or in place of the one with the same key.
+    ///
+    /// # Errors
+    /// Why not; nothing was changed.
+    pub async fn apply(&self, rule: Rule) -> Result<Arc<Entry>, ApplyError> {
+        let (answer, answered) = oneshot::channel();
+        self.requests.send(Request::Apply(Box::new(rule), answer)).await.map_err(|_| ApplyError::Stopping)?;
+        answered.await.unwrap_or(Err(ApplyError::Stopping))
+    }
+
+    /// Takes rules out of force and says how many there were.
+    ///
+    /// # Errors
+    /// Why not; nothing was changed.
+    pub async fn remove(&self, selector: Selector) -> Result<usize, ApplyError> {
+        let (answer, answered) = oneshot::channel();
+        self.requests.send(Request::Remove(selector, answer)).await.map_err(|_| ApplyError::Stopping)?;
+        answered.await.unwrap_or(Err(ApplyError::Stopping))
+    }
+
+    async fn moved(&self, entry: Arc<Entry>, addresses: Vec<Option<SocketAddr>>) {
+        // The supervisor is gone only when the process is about to be.
+        let _ = self.requests.send(Request::Moved(entry, addresses)).await;
+    }
+}
+
+/// The owner of everything that runs.
+#[derive(Debug)]
+pub struct Supervisor {
+    registry: Registry,
+    listeners: HashMap<SocketAddr, Vec<TcpListener>>,
+    parts: Parts,
+    backlog: u32,
+    drain_timeout: Duration,
+    requests: mpsc::Receiver<Request>,
+    view: watch::Sender<Arc<View>>,
+    control: Control,
+    models_changed: mpsc::UnboundedReceiver<ModelsChange>,
+}
+
+impl Supervisor {
+    /// Starts shards, ingest and models; no rules yet.
+    ///
+    /// # Errors
+    /// A part that does not start.
+    pub fn start(config: &Config, plan: &Plan) -> Result<Self, PartError> {
+        let loads = Arc::new(LoadTable::new(plan.shards.len(), LOAD_SLOTS));
+        let (parts, models_changed) = Parts::start(config, plan, &loads)?;
+        let (requests_in, requests) = mpsc::channel(REQUESTS_MAX);
+        let (view, view_out) = watch::channel(Arc::new(View { entries: Vec::new(), shards: parts.shards.views() }));
+        let control = Control {
+            requests: requests_in,
+            view: view_out,
+            loads: Arc::clone(&loads),
+            ingest: parts.ingest.clone(),
+            models: parts.models.clone(),
+        };
+        Ok(Supervisor {
+            registry: Registry::new(loads, plan.shards.len()),
+            listeners: HashMap::new(),
+            parts,
+            backlog: config.listen_backlog,
+            drain_timeout: config.drain_timeout,
+            requests,
+            view,
+            control,
+            models_changed,
+        })
+    }
+
+    /// The way to ask for changes.
+    #[must_use]
+    pub fn control(&self) -> Control {
+        self.control.clone()
+    }
+
+    /// Serves until `stop` is done, then drains: nothing new is accepted, and what runs may finish.
+    pub async fn run(mut self, stop: impl Future<Output = ()>) {
+        let background = background::start(&self.control);
+        let mut watch = tokio::time::interval(WATCH_PERIOD);
+        watch.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        tokio::pin!(stop);
+        loop {
+            tokio::select! {
+                () = &mut stop => break,
+                Some(request) = self.requests.recv() => self.handle(request).await,
+                Some(change) = self.models_changed.recv() => self.models_changed(change).await,
+                _ = watch.tick() => self.look_after().await,
+            }
+        }
+        drop(background);
+        info!(timeout_ms = self.drain_timeout.as_millis() as u64, "draining: no new connections");
+        self.listeners.clear();
+        self.parts.stop(self.drain_timeout).await;
+    }
+
+    async fn handle(&mut self, request: Request) {
+        match request {
+            Request::Apply(rule, answer) => {
+                let result = self.apply(*rule).await;
+                // An asker that left does not undo the change.
+                let _ = answer.send(result);
+            }
+            Request::Remove(selector, answer) => {
+                let result = self.remove(&selector).await;
+                let _ = answer.send(result);
+            }
+            Request::Moved(entry, addresses) => self.move_endpoints(&entry, &addresses).await,
+        }
+    }
+
+    /// Puts a rule in force, new or in place of the one with the same key.
+    ///
+    /// # Errors
+    /// Why not; nothing was changed.
+    pub async fn apply(&mut self, rule: Rule) -> Result<Arc<Entry>, ApplyError> {
+        let known: Vec<Option<SocketAddr>> = self
+            .registry
+            .find(&rule.key)
+            .map(|entry| rule.endpoints.iter().map(|endpoint| entry.address_of(&endpoint.identity())).collect())
+            .unwrap_or_default();
+        let addresses = resolve::resolve(&rule, &known).await;
+        if let Some(address) = resolve::collision(&addresses) {
+            return Err(ApplyError::Collision(address));
+        }
+        let prepared = self.registry.prepare(rule, &addresses)?;
+        let entry = Arc::clone(&prepared.entry);
+        if let Err(error) = self.switch_to(&entry).await {
+            self.registry.abandon(prepared);
+            return Err(error);
+        }
+        self.registry.commit(&entry);
+        match prepared.events {
+            Events::None => {}
+            Events::Start(writer) => self.parts.ingest.add(&entry, writer),
+            Events::Update => self.parts.ingest.update(&entry),
+            Events::Stop => self.parts.ingest.remove(entry.id),
+        }
+        self.publish();
+        info!(service_id = entry.id.0, rule = %entry.rule.key, endpoints = entry.rule.endpoints.len(), "rule in force");
+        Ok(entry)
+    }
+
+    /// Binds what the entry needs and hands it to the shards; on failure both are as before.
+    async fn switch_to(&mut self, entry: &Arc<Entry>) -> Result<(), ApplyError> {
+        let listen = entry.rule.key.listen();
+        let ours: Vec<SocketAddr> = self.listeners.keys().copied().collect();
+        let sockets = match self.listeners.contains_key(&listen) {
+            true => None,
+            false => Some(sockets::listen(listen, self.parts.shards.len(), self.backlog, &ours)?),
+        };
+        self.hand_out(self.registry.with(entry)).await?;
+        if let Some(sockets) = sockets {
+            if let Err(error) = self.parts.shards.listen(listen, &sockets).await {
+                self.parts.shards.unlisten(listen).await;
+                self.hand_out(self.registry.entries().to_vec()).await?;
+                return Err(error.into());
+            }
+            self.listeners.insert(listen, sockets);
+        }
+        Ok(())
+    }
+
+    /// Gives every shard tables of these entries; if one does not take them, gives all of them the present ones.
+    async fn hand_out(&self, entries: Vec<Arc<Entry>>) -> Result<(), PartError> {
+        let result = self.parts.shards.tables(self.tables(&entries)).await;
+        if result.is_err()
+            && let Err(error) = self.parts.shards.tables(self.tables(self.registry.entries())).await
+        {
+            error!(%error, "a shard does not take back the rules it had");
+        }
+        result
+    }
+
+    fn tables(&self, entries: &[Arc<Entry>]) -> Arc<Tables> {
+        let services = entries.iter().map(|entry| Arc::clone(&entry.service)).collect();
+        Arc::new(Tables { services, models: self.parts.models.table() })
+    }
+
+    async fn remove(&mut self, selector: &Selector) -> Result<usize, ApplyError> {
+        let entries = self.registry.entries();
+        let (gone, kept): (Vec<_>, Vec<_>) = entries.iter().cloned().partition(|e| selector.matches(&e.rule));
+        if gone.is_empty() {
+            return Ok(0);
+        }
+        self.hand_out(kept.clone()).await?;
+        for entry in &gone {
+            let listen = entry.rule.key.listen();
+            if !kept.iter().any(|other| other.rule.key.listen() == listen) && self.listeners.remove(&listen).is_some() {
+                self.parts.shards.unlisten(listen).await;
+            }
+            if entry.inventory.is_some() {
+                self.parts.ingest.remove(entry.id);
+            }
+            info!(service_id = entry.id.0, rule = %entry.rule.key, "rule removed");
+        }
+        let ids: Vec<ServiceId> = gone.iter().map(|entry| entry.id).collect();
+        self.registry.remove(&ids);
+        self.publish();
+        Ok(ids.len())
+    }
+
+    async fn move_endpoints(&mut self, seen: &Arc<Entry>, addresses: &[Option<SocketAddr>]) {
+        // The rule may have changed while its names were looked up; the next look-up is for the new one.
+        if !self.registry.entries().iter().any(|entry| Arc::ptr_eq(entry, seen)) {
+            return;
+        }
+        if let Some(address) = resolve::collision(addresses) {
+            warn!(rule = %seen.rule.key, %address, "two endpoints resolve to one address: addresses stay as they were");
+            return;
+        }
+        let entry = Arc::new(seen.moved(addresses));
+        if let Err(error) = self.hand_out(self.registry.with(&entry)).await {
+            warn!(rule = %seen.rule.key, %error, "new addresses of endpoints could not be handed out");
+            return;
+        }
+        self.registry.commit(&entry);
+        if entry.inventory.is_some() {
+            self.parts.ingest.update(&entry);
+        }
+        self.publish();
+        info!(rule = %entry.rule.key, ?addresses, "endpoints resolve to new addresses");
+    }
+
+    async fn models_changed(&mut self, change: ModelsChange) {
+        self.parts.models.take(change);
+        if let Err(error) = self.hand_out(self.registry.entries().to_vec()).await {
+            error!(%error, "new tokenizers could not be handed out");
+        }
+    }
+
+    async fn look_after(&mut self) {
+        self.registry.sweep();
+        let tables = self.tables(self.registry.entries());
+        if self.parts.shards.look_after(&tables, &self.listeners).await {
+            self.publish();
+        }
+    }
+
+    fn publish(&self) {
+        let entries = self.registry.entries().to_vec();
+        self.parts.models.set_wanted(&entries);
+        self.view.send_replace(Arc::new(View { entries, shards: self.parts.shards.views() }));
+    }
+}

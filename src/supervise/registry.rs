@@ -1,0 +1,343 @@
+//! Which rules there are, with their numbers and the identity of their endpoints.
+//!
+//! **Invariant.** A service number is never used again. An endpoint keeps its index and its state as long as its
+//! service lives, found by the address or name that the rule gives it; one that leaves the rule keeps its place,
+//! retired. An [`Entry`] never changes: a change makes a new one, and nothing is changed before
+//! [`Registry::commit`].
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use shards::ids::{EndpointIndex, ServiceId};
+use shards::inventory::{self, ReaderFactory, Writer};
+use shards::load::LoadTable;
+use shards::service::{EndpointShared, Service, ServiceShared};
+
+use crate::rules::compile::{Place, compile};
+use crate::rules::{Host, Rule, RuleKey};
+
+use super::slots::Slots;
+
+/// Endpoints that one service may have seen in its life. Beyond it a change is refused: delete and create the rule.
+const PLACES_MAX: usize = 8192;
+/// Keys an inventory is sized for at most; more still work.
+const BLOCKS_EXPECTED_MAX: usize = 4_000_000;
+
+/// One rule in force.
+#[derive(Debug)]
+pub struct Entry {
+    /// Its number.
+    pub id: ServiceId,
+    /// The rule.
+    pub rule: Rule,
+    /// Its endpoints and those that left it, by index.
+    pub places: Vec<Place>,
+    /// Which endpoint of the rule each place was made for.
+    identities: Vec<(Host, u16)>,
+    /// Its inventory, where it routes by KV cache.
+    pub inventory: Option<ReaderFactory>,
+    /// What shards route with.
+    pub service: Arc<Service>,
+    /// State carried over updates.
+    pub shared: Arc<ServiceShared>,
+}
+
+impl Entry {
+    /// The places of the rule's endpoints, in the order of the rule.
+    pub fn in_rule(&self) -> impl Iterator<Item = &Place> {
+        let mut places: Vec<&Place> = self.places.iter().filter(|place| place.in_rule.is_some()).collect();
+        places.sort_by_key(|place| place.in_rule);
+        places.into_iter()
+    }
+
+    /// The address of an endpoint that is or was in the rule.
+    pub(super) fn address_of(&self, identity: &(Host, u16)) -> Option<SocketAddr> {
+        self.identities.iter().position(|known| known == identity).and_then(|index| self.places[index].address)
+    }
+
+    /// The same rule with the endpoints' names resolved to other addresses (by endpoint of the rule).
+    #[must_use]
+    pub(super) fn moved(&self, addresses: &[Option<SocketAddr>]) -> Entry {
+        let mut places = self.places.clone();
+        for place in &mut places {
+            if let Some(at) = place.in_rule {
+                place.address = addresses[at];
+            }
+        }
+        self.with(self.rule.clone(), places, self.identities.clone(), self.inventory.clone())
+    }
+
+    fn with(
+        &self,
+        rule: Rule,
+        places: Vec<Place>,
+        identities: Vec<(Host, u16)>,
+        inventory: Option<ReaderFactory>,
+    ) -> Entry {
+        Entry::new(self.id, rule, places, identities, inventory, Arc::clone(&self.shared))
+    }
+
+    fn new(
+        id: ServiceId,
+        rule: Rule,
+        places: Vec<Place>,
+        identities: Vec<(Host, u16)>,
+        inventory: Option<ReaderFactory>,
+        shared: Arc<ServiceShared>,
+    ) -> Entry {
+        let service = Arc::new(compile(&rule, id, &places, Arc::clone(&shared), inventory.clone()));
+        Entry { id, rule, places, identities, inventory, service, shared }
+    }
+}
+
+/// What a change does to a service's event subscriptions.
+#[derive(Debug)]
+pub(super) enum Events {
+    /// The rule does not and did not route by KV cache.
+    None,
+    /// It begins to: the writing end of its new inventory.
+    Start(Writer),
+    /// It goes on, with possibly other sources.
+    Update,
+    /// It no longer does.
+    Stop,
+}
+
+/// A change that is worked out and not in force yet.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    pub(super) entry: Arc<Entry>,
+    pub(super) events: Events,
+    /// State of endpoints that this change added.
+    added: Vec<Arc<EndpointShared>>,
+}
+
+/// Why a rule cannot be taken in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RegistryError {
+    /// The very same rule is in force.
+    #[error("lbrule-exists error: the rule is there already, without any difference")]
+    Exists,
+    /// No place left in the load table.
+    #[error("no room for more endpoints: delete rules, or wait for their requests to end")]
+    Full,
+    /// The rule's endpoints changed too often.
+    #[error("the rule has had {PLACES_MAX} different endpoints: delete and create it")]
+    Worn,
+}
+
+/// All rules in force.
+#[derive(Debug)]
+pub(super) struct Registry {
+    entries: Vec<Arc<Entry>>,
+    next: u32,
+    slots: Slots,
+    shards: usize,
+}
+
+impl Registry {
+    pub(super) fn new(loads: Arc<LoadTable>, shards: usize) -> Self {
+        Registry { entries: Vec::new(), next: 0, slots: Slots::new(loads), shards }
+    }
+
+    /// The rules in force, in order of their numbers.
+    pub(super) fn entries(&self) -> &[Arc<Entry>] {
+        &self.entries
+    }
+
+    pub(super) fn find(&self, key: &RuleKey) -> Option<&Arc<Entry>> {
+        self.entries.iter().find(|entry| entry.rule.key == *key)
+    }
+
+    /// Works out a new rule or a change of one. `addresses` is by endpoint of the rule.
+    pub(super) fn prepare(&mut self, rule: Rule, addresses: &[Option<SocketAddr>]) -> Result<Prepared, RegistryError> {
+        let old = self.find(&rule.key).cloned();
+        if old.as_ref().is_some_and(|old| old.rule == rule) {
+            return Err(RegistryError::Exists);
+        }
+        let (mut places, mut identities) =
+            old.as_ref().map(|old| (old.places.clone(), old.identities.clone())).unwrap_or_default();
+        for place in &mut places {
+            place.in_rule = None;
+        }
+        let mut added = Vec::new();
+        for (at, endpoint) in rule.endpoints.iter().enumerate() {
+            let identity = endpoint.identity();
+            let place = match identities.iter().position(|known| *known == identity) {
+                Some(index) => &mut places[index],
+                None => {
+                    let Some(place) = self.new_place(places.len()) else {
+                        added.iter().for_each(|shared| self.slots.give_back(shared));
+                        return Err(if places.len() >= PLACES_MAX { RegistryError::Worn } else { RegistryError::Full });
+                    };
+                    added.push(Arc::clone(&place.shared));
+                    identities.push(identity);
+                    places.push(place);
+                    places.last_mut().expect("one was pushed")
+                }
+            };
+            place.in_rule = Some(at);
+            place.address = addresses[at];
+        }
+        let (inventory, events) = self.inventory(old.as_deref(), &rule);
+        let entry = match old {
+            Some(old) => old.with(rule, places, identities, inventory),
+            None => {
+                let shared = Arc::new(ServiceShared::new(self.shards));
+                Entry::new(ServiceId(self.next), rule, places, identities, inventory, shared)
+            }
+        };
+        Ok(Prepared { entry: Arc::new(entry), events, added })
+    }
+
+    fn new_place(&mut self, index: usize) -> Option<Place> {
+        if index >= PLACES_MAX {
+            return None;
+        }
+        let index = EndpointIndex(u16::try_from(index).expect("PLACES_MAX is below 65,536"));
+        let shared = Arc::new(EndpointShared::new(index, self.slots.take()?, self.shards));
+        Some(Place { address: None, shared, in_rule: None })
+    }
+
+    fn inventory(&self, old: Option<&Entry>, rule: &Rule) -> (Option<ReaderFactory>, Events) {
+        let old = old.and_then(|old| old.inventory.clone());
+        match (old, &rule.kv) {
+            (None, None) => (None, Events::None),
+            (Some(_), None) => (None, Events::Stop),
+            (Some(inventory), Some(_)) => (Some(inventory), Events::Update),
+            (None, Some(kv)) => {
+                let blocks = kv.max_blocks.saturating_mul(rule.endpoints.len()).min(BLOCKS_EXPECTED_MAX);
+                let (writer, readers) = inventory::new(&inventory::Options { blocks_expected: blocks });
+                (Some(readers), Events::Start(writer))
+            }
+        }
+    }
+
+    /// Takes a prepared change back.
+    pub(super) fn abandon(&mut self, prepared: Prepared) {
+        prepared.added.iter().for_each(|shared| self.slots.give_back(shared));
+    }
+
+    /// What would be in force with the entry in place of its predecessor.
+    pub(super) fn with(&self, entry: &Arc<Entry>) -> Vec<Arc<Entry>> {
+        let mut entries = self.entries.clone();
+        match entries.iter_mut().find(|known| known.id == entry.id) {
+            Some(known) => *known = Arc::clone(entry),
+            None => entries.push(Arc::clone(entry)),
+        }
+        entries
+    }
+
+    /// Puts an entry in force.
+    pub(super) fn commit(&mut self, entry: &Arc<Entry>) {
+        self.entries = self.with(entry);
+        self.next = self.next.max(entry.id.0 + 1);
+    }
+
+    /// Takes rules out of force.
+    pub(super) fn remove(&mut self, ids: &[ServiceId]) {
+        let (gone, kept) = self.entries.drain(..).partition(|entry| ids.contains(&entry.id));
+        self.entries = kept;
+        let gone: Vec<Arc<Entry>> = gone;
+        for place in gone.iter().flat_map(|entry| &entry.places) {
+            self.slots.give_back(&place.shared);
+        }
+    }
+
+    /// Frees what nothing uses any more. Called now and then.
+    pub(super) fn sweep(&mut self) {
+        self.slots.sweep();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::fields::from_json;
+    use crate::rules::{KvDefaults, check_request};
+
+    fn rule(port: u16, mode: u8, endpoints: &[u16]) -> Rule {
+        let endpoints: Vec<_> = endpoints
+            .iter()
+            .map(|port| json!({"endpointIP": "10.0.0.1", "targetPort": port, "kvZmqPort": port + 1000}))
+            .collect();
+        let body = json!({"serviceArguments": {"externalIP": "127.0.0.1", "port": port, "mode": 4, "kvExactMode": mode},
+            "endpoints": endpoints});
+        let node = from_json(body.to_string().as_bytes()).expect("JSON");
+        check_request(&node, &KvDefaults::default()).expect("a right rule").0
+    }
+
+    fn apply(registry: &mut Registry, rule: Rule) -> Result<(Arc<Entry>, Events), RegistryError> {
+        let addresses: Vec<_> = rule.endpoints.iter().map(|e| format!("10.0.0.1:{}", e.port).parse().ok()).collect();
+        let prepared = registry.prepare(rule, &addresses)?;
+        registry.commit(&prepared.entry);
+        Ok((prepared.entry, prepared.events))
+    }
+
+    fn registry(slots: usize) -> Registry {
+        Registry::new(Arc::new(LoadTable::new(1, slots)), 1)
+    }
+
+    #[test]
+    fn numbers_count_from_zero_and_are_never_used_again() {
+        let mut registry = registry(16);
+        let ids = |registry: &Registry| registry.entries().iter().map(|e| e.id.0).collect::<Vec<_>>();
+        apply(&mut registry, rule(1, 0, &[1])).expect("new");
+        apply(&mut registry, rule(2, 0, &[1])).expect("new");
+        registry.remove(&[ServiceId(1)]);
+        apply(&mut registry, rule(2, 0, &[1])).expect("new");
+        apply(&mut registry, rule(1, 0, &[1, 2])).expect("a change");
+        assert_eq!(ids(&registry), [0, 2]);
+        assert_eq!(apply(&mut registry, rule(1, 0, &[1, 2])).expect_err("no change"), RegistryError::Exists);
+    }
+
+    #[test]
+    fn endpoints_keep_their_index_over_changes_and_new_ones_are_appended() {
+        let mut registry = registry(16);
+        let (first, _) = apply(&mut registry, rule(1, 3, &[11, 12, 13])).expect("new");
+        let (second, events) = apply(&mut registry, rule(1, 3, &[14, 13, 11])).expect("a change");
+        assert!(matches!(events, Events::Update));
+        let ports: Vec<_> = second.service.endpoints.iter().map(|e| (e.address.port(), e.retired)).collect();
+        assert_eq!(ports, [(11, false), (12, true), (13, false), (14, false)]);
+        assert!(Arc::ptr_eq(&first.places[2].shared, &second.places[2].shared));
+        assert!(Arc::ptr_eq(&first.shared, &second.shared));
+        let order: Vec<_> = second.in_rule().map(|p| p.shared.index.0).collect();
+        assert_eq!(order, [3, 2, 0]);
+        let (third, _) = apply(&mut registry, rule(1, 3, &[12])).expect("a change");
+        assert_eq!(third.places.len(), 4);
+        assert!(!third.service.endpoints[1].retired, "an endpoint that returns has its place again");
+    }
+
+    #[test]
+    fn event_subscriptions_follow_the_rules_mode() {
+        let mut registry = registry(16);
+        let (entry, events) = apply(&mut registry, rule(1, 0, &[11])).expect("new");
+        assert!(matches!(events, Events::None) && entry.inventory.is_none());
+        let (entry, events) = apply(&mut registry, rule(1, 3, &[11])).expect("a change");
+        assert!(matches!(events, Events::Start(_)) && entry.service.kv.is_some());
+        let (entry, events) = apply(&mut registry, rule(1, 0, &[11])).expect("a change");
+        assert!(matches!(events, Events::Stop) && entry.service.kv.is_none());
+    }
+
+    #[test]
+    fn a_rule_without_room_for_its_endpoints_changes_nothing() {
+        let mut registry = registry(2);
+        apply(&mut registry, rule(1, 0, &[11])).expect("new");
+        assert_eq!(apply(&mut registry, rule(2, 0, &[11, 12])).expect_err("no room"), RegistryError::Full);
+        assert_eq!(registry.entries().len(), 1);
+        registry.sweep();
+        apply(&mut registry, rule(2, 0, &[11])).expect("the place came back");
+    }
+
+    #[test]
+    fn an_endpoint_whose_name_has_no_address_gets_nothing() {
+        let mut registry = registry(2);
+        let prepared = registry.prepare(rule(1, 0, &[11]), &[None]).expect("new");
+        assert!(!prepared.entry.service.endpoints[0].is_candidate());
+        let moved = prepared.entry.moved(&["10.0.0.9:11".parse().ok()]);
+        assert!(moved.service.endpoints[0].is_candidate());
+        assert_eq!(moved.service.endpoints[0].address.to_string(), "10.0.0.9:11");
+    }
+}
