@@ -46,7 +46,9 @@ pub(super) fn not_applied(error: &ApplyError) -> Response {
         ApplyError::Registry(RegistryError::Full) => StatusCode::FORBIDDEN,
         ApplyError::Bind(bind) if bind.is_busy() => StatusCode::CONFLICT,
         ApplyError::Bind(_) | ApplyError::Collision(_) => StatusCode::BAD_REQUEST,
-        ApplyError::Part(PartError::ShardSilent { .. }) | ApplyError::Stopping => StatusCode::SERVICE_UNAVAILABLE,
+        ApplyError::Part(PartError::ShardSilent { .. } | PartError::ShardCommand { .. }) | ApplyError::Stopping => {
+            StatusCode::SERVICE_UNAVAILABLE
+        }
         ApplyError::Part(_) => StatusCode::INTERNAL_SERVER_ERROR,
     };
     refusal(status, &error.to_string())

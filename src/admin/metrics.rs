@@ -16,7 +16,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 use shards::service::{Endpoint, EndpointStats, MissReason, ServiceStats};
 
-use crate::supervise::{Control, Entry, View};
+use crate::supervise::{Control, Entry, ShardView, View};
 
 use super::Context;
 
@@ -177,6 +177,36 @@ fn services(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
 }
 
 fn for_shards(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
-    let info = view.shards.iter().map(|shard| (vec![("shard", shard.id.0.to_string())], shard.core as u64));
-    families.gauge("kvlane_shard_core", "Core the shard runs on", info)
+    type Read = fn(&ShardView) -> u64;
+    let label = |shard: &ShardView| vec![("shard", shard.id().0.to_string())];
+    let info = view.shards.iter().map(|shard| {
+        let mut labels = label(shard);
+        labels.push(("core", shard.core.to_string()));
+        labels.push(("driver", shard.driver().to_owned()));
+        (labels, 1)
+    });
+    families.gauge("kvlane_shard_info", "Core and driver of the shard", info)?;
+    let gauges: [(&str, &str, Read); 3] = [
+        ("kvlane_shard_connections", "Client connections open", |s| s.status.connections_open.load(Ordering::Relaxed)),
+        ("kvlane_shard_gap_max_microseconds", "Longest time between two visits to the driver", |s| {
+            s.status.meter.gap_max_ns.load(Ordering::Relaxed) / 1000
+        }),
+        ("kvlane_shard_gap_p999_microseconds", "Time between two visits to the driver, 99.9 % of all below", |s| {
+            s.status.meter.gap_us_at(0.999)
+        }),
+    ];
+    for (name, help, read) in gauges {
+        families.gauge(name, help, view.shards.iter().map(|shard| (label(shard), read(shard))))?;
+    }
+    let counters: [(&str, &str, Read); 3] = [
+        ("kvlane_shard_visits", "Visits to the driver", |s| s.status.meter.visits.load(Ordering::Relaxed)),
+        ("kvlane_shard_connections_accepted", "Client connections accepted", |s| {
+            s.status.connections_accepted.load(Ordering::Relaxed)
+        }),
+        ("kvlane_shard_panics", "Connections ended by a panic", |s| s.status.meter.panics.load(Ordering::Relaxed)),
+    ];
+    for (name, help, read) in counters {
+        families.counter(name, help, view.shards.iter().map(|shard| (label(shard), read(shard))))?;
+    }
+    Ok(())
 }

@@ -23,7 +23,7 @@ use tokio::net::TcpListener;
 use crate::rules::KvDefaults;
 use crate::supervise::{BindError, Control};
 
-pub(crate) use metrics::Families;
+pub(crate) use metrics::{Families, Labels};
 
 /// Largest body of a request, bytes; 1,024 endpoints need a fifth of it. Beyond it: 413.
 const BODY_BYTES_MAX: usize = 1 << 20;

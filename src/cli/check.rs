@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
+use shards::executor::{Refusal, Ring, Rung};
 
 use crate::config::{Config, ConfigError, Listing};
 use crate::cores::{self, Machine, Plan};
@@ -155,7 +156,16 @@ impl Report<'_> {
     }
 }
 
-/// Which driver a shard would get.
-fn ring(_entries: u32) -> String {
-    "unknown".to_owned()
+/// Which driver a shard would get, and why no better one.
+fn ring(entries: u32) -> String {
+    match Ring::build(Rung::DeferTaskrun, entries) {
+        Ok((_, rung, refusals)) if refusals.is_empty() => rung.name().to_owned(),
+        Ok((_, rung, refusals)) => format!("{} ({})", rung.name(), reasons(&refusals)),
+        Err(refusals) => format!("none ({})", reasons(&refusals)),
+    }
+}
+
+fn reasons(refusals: &[Refusal]) -> String {
+    let each: Vec<_> = refusals.iter().map(|r| format!("{} refused: {}", r.rung.name(), r.reason)).collect();
+    each.join("; ")
 }

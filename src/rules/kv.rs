@@ -74,7 +74,6 @@ pub(super) fn read(
         seed_every: number(fields, report, "kvColdstartSeedN", 0, 1_000_000, defaults.seed_every),
         seed_min_blocks: number(fields, report, "kvColdstartMinBlocks", 0, 100_000_000, defaults.seed_min_blocks),
         mean_load_factor: number(fields, report, "kvMeanLoadFactor", 100, 1000, defaults.mean_load_factor),
-        max_blocks: number(fields, report, "kvMaxBlocks", 1000, 100_000_000, defaults.max_blocks) as usize,
     };
     (engine, facts.single_pool().then_some(kv))
 }

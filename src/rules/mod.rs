@@ -6,7 +6,7 @@
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `kvChatTemplate`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`,
-//! `kvColdstartMinBlocks`, `kvMeanLoadFactor` and `kvMaxBlocks`, and an endpoint `kvZmqPort`, `kvReplayPort` and
+//! `kvColdstartMinBlocks` and `kvMeanLoadFactor`, and an endpoint `kvZmqPort`, `kvReplayPort` and
 //! `kvZmqBind`.
 
 #![forbid(unsafe_code)]
@@ -167,8 +167,6 @@ pub struct KvRule {
     pub seed_min_blocks: u32,
     /// `kvMeanLoadFactor`, percent.
     pub mean_load_factor: u32,
-    /// `kvMaxBlocks`: most blocks indexed per endpoint.
-    pub max_blocks: usize,
 }
 
 /// A chat template named by a rule.

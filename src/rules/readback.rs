@@ -77,7 +77,6 @@ fn show_kv(kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     put("kvColdstartSeedN", json!(kv.seed_every));
     put("kvColdstartMinBlocks", json!(kv.seed_min_blocks));
     put("kvMeanLoadFactor", json!(kv.mean_load_factor));
-    put("kvMaxBlocks", json!(kv.max_blocks));
 }
 
 fn show_endpoint(endpoint: &RuleEndpoint, up: bool) -> Value {

@@ -13,8 +13,7 @@ mod resolve;
 mod slots;
 mod sockets;
 
-use std::collections::HashMap;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,7 +28,7 @@ use crate::cores::Plan;
 use crate::rules::{Rule, RuleKey};
 
 pub use parts::{IngestPart, ModelsPart, PartError, ShardView};
-use parts::{ModelsChange, Parts};
+use parts::{Listeners, Parts};
 pub use registry::{Entry, RegistryError};
 use registry::{Events, Registry};
 pub use slots::LOAD_SLOTS;
@@ -161,14 +160,14 @@ impl Control {
 #[derive(Debug)]
 pub struct Supervisor {
     registry: Registry,
-    listeners: HashMap<SocketAddr, Vec<TcpListener>>,
+    listeners: Listeners,
     parts: Parts,
     backlog: u32,
     drain_timeout: Duration,
     requests: mpsc::Receiver<Request>,
     view: watch::Sender<Arc<View>>,
     control: Control,
-    models_changed: mpsc::UnboundedReceiver<ModelsChange>,
+    models_changed: mpsc::Receiver<()>,
 }
 
 impl Supervisor {
@@ -189,8 +188,8 @@ impl Supervisor {
             models: parts.models.clone(),
         };
         Ok(Supervisor {
-            registry: Registry::new(loads, plan.shards.len()),
-            listeners: HashMap::new(),
+            registry: Registry::new(loads, plan.shards.len(), config.kv_defaults.max_blocks as usize),
+            listeners: Listeners::new(),
             parts,
             backlog: config.listen_backlog,
             drain_timeout: config.drain_timeout,
@@ -217,7 +216,7 @@ impl Supervisor {
             tokio::select! {
                 () = &mut stop => break,
                 Some(request) = self.requests.recv() => self.handle(request).await,
-                Some(change) = self.models_changed.recv() => self.models_changed(change).await,
+                Some(()) = self.models_changed.recv() => self.models_changed().await,
                 _ = watch.tick() => self.look_after().await,
             }
         }
@@ -355,8 +354,7 @@ impl Supervisor {
         info!(rule = %entry.rule.key, ?addresses, "endpoints resolve to new addresses");
     }
 
-    async fn models_changed(&mut self, change: ModelsChange) {
-        self.parts.models.take(change);
+    async fn models_changed(&mut self) {
         if let Err(error) = self.hand_out(self.registry.entries().to_vec()).await {
             error!(%error, "new tokenizers could not be handed out");
         }
@@ -365,13 +363,14 @@ impl Supervisor {
     async fn look_after(&mut self) {
         self.registry.sweep();
         let tables = self.tables(self.registry.entries());
-        if self.parts.shards.look_after(&tables, &self.listeners).await {
+        if self.parts.shards.look_after(&tables, &mut self.listeners).await {
             self.publish();
         }
     }
 
     fn publish(&self) {
         let entries = self.registry.entries().to_vec();
+        self.parts.ingest.set_load_slots(self.registry.slots_used());
         self.parts.models.set_wanted(&entries);
         self.view.send_replace(Arc::new(View { entries, shards: self.parts.shards.views() }));
     }

@@ -8,29 +8,30 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ::shards::load::LoadTable;
+use ::shards::shard::{CommandError, ShardError};
 use tokio::sync::mpsc;
 
 use crate::config::Config;
 use crate::cores::Plan;
 
 pub use self::ingest::IngestPart;
-pub(super) use self::models::ModelsChange;
 pub use self::models::ModelsPart;
 pub use self::shards::ShardView;
-use self::shards::Shards;
+pub(super) use self::shards::{Listeners, Shards};
 
 /// A part that did not do its share.
 #[derive(Debug, thiserror::Error)]
 pub enum PartError {
     /// A shard did not start.
-    #[error("shard {shard} on core {core} does not start: {reason}")]
-    ShardStart {
+    #[error(transparent)]
+    ShardStart(#[from] ShardError),
+    /// A shard did not do what it was told.
+    #[error("shard {shard}: {source}")]
+    ShardCommand {
         /// Which.
         shard: u16,
-        /// Where.
-        core: usize,
         /// Why.
-        reason: String,
+        source: CommandError,
     },
     /// A shard did not confirm a command in time.
     #[error("shard {shard} did not confirm the change within a second: nothing was changed")]
@@ -40,7 +41,7 @@ pub enum PartError {
     },
     /// Ingest did not start.
     #[error("ingest does not start: {0}")]
-    IngestStart(String),
+    IngestStart(std::io::Error),
     /// The tokenizer loader did not start.
     #[error("the tokenizer loader does not start: {0}")]
     ModelsStart(std::io::Error),
@@ -60,7 +61,7 @@ impl Parts {
         config: &Config,
         plan: &Plan,
         loads: &Arc<LoadTable>,
-    ) -> Result<(Self, mpsc::UnboundedReceiver<ModelsChange>), PartError> {
+    ) -> Result<(Self, mpsc::Receiver<()>), PartError> {
         let (models, changes) = ModelsPart::start(config)?;
         let shards = Shards::start(config, plan, loads)?;
         let ingest = IngestPart::start(config, plan, loads)?;
@@ -70,7 +71,6 @@ impl Parts {
     /// Drains the shards, then stops the rest.
     pub(super) async fn stop(self, timeout: Duration) {
         self.shards.drain(timeout).await;
-        self.ingest.stop();
         self.models.stop();
     }
 }

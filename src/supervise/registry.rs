@@ -133,11 +133,13 @@ pub(super) struct Registry {
     next: u32,
     slots: Slots,
     shards: usize,
+    /// Most blocks of one endpoint, from which inventories are sized.
+    blocks_per_endpoint: usize,
 }
 
 impl Registry {
-    pub(super) fn new(loads: Arc<LoadTable>, shards: usize) -> Self {
-        Registry { entries: Vec::new(), next: 0, slots: Slots::new(loads), shards }
+    pub(super) fn new(loads: Arc<LoadTable>, shards: usize, blocks_per_endpoint: usize) -> Self {
+        Registry { entries: Vec::new(), next: 0, slots: Slots::new(loads), shards, blocks_per_endpoint }
     }
 
     /// The rules in force, in order of their numbers.
@@ -205,8 +207,8 @@ impl Registry {
             (None, None) => (None, Events::None),
             (Some(_), None) => (None, Events::Stop),
             (Some(inventory), Some(_)) => (Some(inventory), Events::Update),
-            (None, Some(kv)) => {
-                let blocks = kv.max_blocks.saturating_mul(rule.endpoints.len()).min(BLOCKS_EXPECTED_MAX);
+            (None, Some(_)) => {
+                let blocks = self.blocks_per_endpoint.saturating_mul(rule.endpoints.len()).min(BLOCKS_EXPECTED_MAX);
                 let (writer, readers) = inventory::new(&inventory::Options { blocks_expected: blocks });
                 (Some(readers), Events::Start(writer))
             }
@@ -244,6 +246,11 @@ impl Registry {
         }
     }
 
+    /// Places of the load table in use, from the first on.
+    pub(super) fn slots_used(&self) -> usize {
+        self.slots.used()
+    }
+
     /// Frees what nothing uses any more. Called now and then.
     pub(super) fn sweep(&mut self) {
         self.slots.sweep();
@@ -277,7 +284,7 @@ mod tests {
     }
 
     fn registry(slots: usize) -> Registry {
-        Registry::new(Arc::new(LoadTable::new(1, slots)), 1)
+        Registry::new(Arc::new(LoadTable::new(1, slots)), 1, 1000)
     }
 
     #[test]

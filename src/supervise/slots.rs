@@ -34,6 +34,11 @@ impl Slots {
         })
     }
 
+    /// How many places were ever handed out: those in use are among the first so many.
+    pub(super) fn used(&self) -> usize {
+        self.next as usize
+    }
+
     /// Gives back the place of an endpoint that no rule has any more.
     pub(super) fn give_back(&mut self, shared: &Arc<EndpointShared>) {
         self.leaving.push((shared.slot, Arc::downgrade(shared)));

@@ -31,7 +31,7 @@ pub(super) fn listen(
     shards: usize,
     backlog: u32,
     ours: &[SocketAddr],
-) -> Result<Vec<TcpListener>, BindError> {
+) -> Result<Vec<Option<TcpListener>>, BindError> {
     let error = |source| BindError { address, source };
     // Sockets that share a port with SO_REUSEPORT also share it with another process of this user, each getting a
     // part of the connections: so ask first, without it. A port that we hold ourselves at another address of which
@@ -39,15 +39,14 @@ pub(super) fn listen(
     if !ours.iter().any(|other| other.port() == address.port()) {
         socket(address, false).map_err(error)?;
     }
-    let backlog = i32::try_from(backlog).unwrap_or(i32::MAX);
-    (0..shards)
-        .map(|_| {
-            let socket = socket(address, true)?;
-            socket.listen(backlog)?;
-            Ok(socket.into())
-        })
-        .collect::<std::io::Result<_>>()
-        .map_err(error)
+    (0..shards).map(|_| join(address, backlog).map(Some)).collect::<std::io::Result<_>>().map_err(error)
+}
+
+/// One more listening socket at an address that this process listens at.
+pub(super) fn join(address: SocketAddr, backlog: u32) -> std::io::Result<TcpListener> {
+    let socket = socket(address, true)?;
+    socket.listen(i32::try_from(backlog).unwrap_or(i32::MAX))?;
+    Ok(socket.into())
 }
 
 fn socket(address: SocketAddr, shared: bool) -> std::io::Result<Socket> {

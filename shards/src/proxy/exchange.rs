@@ -166,11 +166,10 @@ impl Attempt<'_> {
     }
 
     fn decide(&self, score: &Score, tried: &[EndpointIndex]) -> Option<Decision> {
-        let mut turn = self.local.turn.get();
+        // Nothing is awaited while it is borrowed.
+        let mut turn = self.local.turn.borrow_mut();
         let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
-        let decision = route::decide(&self.local.service, score.evidence(), tried, &mut chooser);
-        self.local.turn.set(turn);
-        decision
+        route::decide(&self.local.service, score.evidence(), tried, &mut chooser)
     }
 
     /// What is said when no endpoint is left.

@@ -1,7 +1,7 @@
 //! What a shard makes of the tables it is handed: services by address, each with its round-robin position, its reading
 //! end of the inventory and its upstream connections.
 
-use std::cell::{Cell, OnceCell};
+use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::rc::Rc;
@@ -13,6 +13,7 @@ use crate::http::RequestHead;
 use crate::ids::{ServiceId, ShardId};
 use crate::inventory::Reader;
 use crate::prompt::{BodyView, ModelTable};
+use crate::route::Turn;
 use crate::service::{PathMatch, Service, Tables};
 
 /// A service as one shard uses it.
@@ -20,7 +21,7 @@ pub struct LocalService {
     /// The service.
     pub service: Arc<Service>,
     /// Round-robin position of this shard, kept over updates.
-    pub turn: Cell<u32>,
+    pub turn: RefCell<Turn>,
     /// Reading end of the inventory, where the service routes by KV cache.
     pub reader: Option<Reader>,
     /// Idle upstream connections, by endpoint.
@@ -112,12 +113,12 @@ impl Routes {
     /// Compiles tables for a shard, taking over from `before` what outlives them.
     #[must_use]
     pub fn compile(tables: &Tables, before: &Routes, shard: ShardId, pools: &Pools) -> Self {
-        let turns: HashMap<ServiceId, u32> =
-            before.services().map(|local| (local.service.id, local.turn.get())).collect();
-        let local = |service: Arc<Service>| {
-            let turn = turns.get(&service.id).copied().unwrap_or(u32::from(shard.0));
+        let mut turns: HashMap<ServiceId, Turn> =
+            before.services().map(|local| (local.service.id, local.turn.take())).collect();
+        let mut local = |service: Arc<Service>| {
+            let turn = turns.remove(&service.id).unwrap_or_else(|| Turn::starting_at(shard));
             Rc::new(LocalService {
-                turn: Cell::new(turn),
+                turn: RefCell::new(turn),
                 reader: service.kv.as_ref().map(|kv| kv.inventory.reader()),
                 pools: service.endpoints.iter().map(|endpoint| pools.of(endpoint.address)).collect(),
                 models: ModelsCache::default(),
@@ -126,7 +127,7 @@ impl Routes {
         };
         let by_address = tables.by_address().into_iter();
         Routes {
-            by_address: by_address.map(|(at, services)| (at, services.into_iter().map(local).collect())).collect(),
+            by_address: by_address.map(|(at, services)| (at, services.into_iter().map(&mut local).collect())).collect(),
             models: Arc::clone(&tables.models),
         }
     }

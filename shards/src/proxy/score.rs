@@ -57,7 +57,12 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
     }
 }
 
-fn begin(api: Api, kv: &KvExact, models: &ModelTable, request: &RequestView<'_>) -> Result<Job, MissReason> {
+fn begin<'a>(
+    api: Api,
+    kv: &KvExact,
+    models: &ModelTable,
+    request: &'a RequestView<'_>,
+) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
     let body = request.body().ok_or(MissReason::Tokenize)?;
     let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
@@ -66,12 +71,12 @@ fn begin(api: Api, kv: &KvExact, models: &ModelTable, request: &RequestView<'_>)
     Job::new(api, request.body_bytes(), model, template, kv.algo, &kv.none_hash, kv.block_tokens)
 }
 
-struct Work {
-    job: Job,
+struct Work<'a> {
+    job: Job<'a>,
     walk: Walk,
 }
 
-impl Work {
+impl Work<'_> {
     /// One slice: some keys, and how far the holders go along with them. The inventory is not held beyond it.
     fn slice(&mut self, reader: &Reader) -> Result<Option<Score>, MissReason> {
         let step = self.job.step()?;

@@ -1,42 +1,177 @@
 //! Ingest as the supervisor handles it.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
-use shards::ids::ServiceId;
+use serde_json::{Value, json};
+use shards::ids::{Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
+use tracing::error;
 
+use crate::admin::{Families, Labels};
 use crate::config::Config;
 use crate::cores::Plan;
+use crate::ingest::{EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources, StreamStatus};
+use crate::rules::{EventPlace, EventSource};
 use crate::supervise::Entry;
 
 use super::PartError;
 
 /// The way to ingest: changes of subscriptions, and the state of event streams.
 #[derive(Clone, Debug)]
-pub struct IngestPart;
+pub struct IngestPart(Arc<Ingest>);
 
 impl IngestPart {
-    pub(super) fn start(_config: &Config, _plan: &Plan, _loads: &Arc<LoadTable>) -> Result<Self, PartError> {
-        Ok(IngestPart)
+    pub(super) fn start(config: &Config, plan: &Plan, loads: &Arc<LoadTable>) -> Result<Self, PartError> {
+        let options = IngestOptions {
+            cores: plan.ingest.clone(),
+            max_blocks_per_endpoint: config.kv_defaults.max_blocks as usize,
+            ..IngestOptions::new(Arc::clone(loads))
+        };
+        Ok(IngestPart(Arc::new(Ingest::start(options).map_err(PartError::IngestStart)?)))
     }
 
-    pub(crate) fn add(&self, _entry: &Entry, _writer: Writer) {}
+    pub(crate) fn add(&self, entry: &Entry, writer: Writer) {
+        report(self.0.add_service(sources(entry), writer));
+    }
 
-    pub(crate) fn update(&self, _entry: &Entry) {}
+    pub(crate) fn update(&self, entry: &Entry) {
+        report(self.0.update_service(sources(entry)));
+    }
 
-    pub(crate) fn remove(&self, _id: ServiceId) {}
+    pub(crate) fn remove(&self, id: ServiceId) {
+        report(self.0.remove_service(id));
+    }
+
+    pub(crate) fn set_load_slots(&self, slots: usize) {
+        self.0.set_load_slots(slots);
+    }
 
     /// State of every event stream, for the API.
     #[must_use]
-    pub fn report(&self) -> Vec<serde_json::Value> {
-        Vec::new()
+    pub fn report(&self) -> Vec<Value> {
+        self.0.status().iter().map(show).collect()
     }
 
     /// State of every event stream, for Prometheus.
-    pub(crate) fn encode(&self, _families: &mut crate::admin::Families<'_>) -> std::fmt::Result {
-        Ok(())
+    pub(crate) fn encode(&self, families: &mut Families<'_>) -> std::fmt::Result {
+        type Read = fn(&StreamStatus) -> u64;
+        let streams = self.0.status();
+        let gauges: [(&str, &str, Read); 3] = [
+            ("loxilb_kv_subscriber_connected", "Whether a publisher is connected", |s| u64::from(s.connected)),
+            ("loxilb_kv_inventory_fresh", "Whether the rank's blocks count for routing", |s| u64::from(s.eligible)),
+            ("loxilb_kv_last_event_timestamp_seconds", "When the last batch was applied", |s| {
+                s.last_event_ms.unwrap_or(0) / 1000
+            }),
+        ];
+        for (name, help, read) in gauges {
+            families.gauge(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
+        }
+        let counters: [(&str, &str, Read); 8] = [
+            ("loxilb_kv_subscriber_reconnect", "Connections after the first", |s| s.reconnects),
+            ("loxilb_kv_inv_cap_evictions", "Blocks withdrawn because the endpoint's bound was reached", |s| s.evicted),
+            ("kvlane_kv_events", "Events understood", |s| s.events),
+            ("kvlane_kv_gaps", "Gaps in the sequence of batches", |s| s.gaps),
+            ("kvlane_kv_replays", "Replays that ran to their end", |s| s.replays),
+            ("kvlane_kv_restarts", "Engine restarts seen in the sequence", |s| s.restarts),
+            ("kvlane_kv_clears", "Times the rank was emptied", |s| s.clears),
+            ("kvlane_kv_block_size_mismatches", "Stores whose block size is not the rule's", |s| {
+                s.block_size_mismatches
+            }),
+        ];
+        for (name, help, read) in counters {
+            families.counter(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
+        }
+        let rejects = streams.iter().flat_map(|stream| {
+            stream.rejects.iter().map(move |(why, count)| {
+                let mut labels = labels(stream);
+                labels.push(("reason", why.name().to_owned()));
+                (labels, *count)
+            })
+        });
+        families.counter("loxilb_kv_wire_reject", "What of the engine's messages was not taken", rejects)
     }
+}
 
-    pub(super) fn stop(&self) {}
+fn report(result: Result<(), crate::ingest::Error>) {
+    if let Err(error) = result {
+        error!(%error, "ingest");
+    }
+}
+
+/// The event sources of a rule's endpoints; those whose name has no address have none for now.
+fn sources(entry: &Entry) -> ServiceSources {
+    let ranks = entry.rule.kv.as_ref().map_or(0, |kv| kv.ranks);
+    let endpoints = entry.places.iter().filter_map(|place| {
+        let endpoint = &entry.rule.endpoints[place.in_rule?];
+        let (address, events) = (place.address?, endpoint.events.as_ref()?);
+        Some(EndpointSources {
+            index: place.shared.index,
+            shared: Arc::clone(&place.shared),
+            label: endpoint.to_string(),
+            ranks: (0..ranks).map(|rank| rank_source(events, address, rank)).collect(),
+        })
+    });
+    ServiceSources {
+        id: entry.id,
+        block_tokens: entry.rule.kv.as_ref().map_or(0, |kv| kv.block_tokens),
+        endpoints: endpoints.collect(),
+    }
+}
+
+fn rank_source(events: &EventSource, address: SocketAddr, rank: u8) -> RankSource {
+    // The rule was refused if the highest rank's port were beyond 65,535.
+    let at = |base: SocketAddr, port: u16| {
+        format!("tcp://{}", SocketAddr::new(base.ip(), port.saturating_add(u16::from(rank))))
+    };
+    RankSource {
+        rank: Rank(rank),
+        mode: match events.live {
+            EventPlace::Connect(port) => Mode::Connect(at(address, port)),
+            EventPlace::Bind(bound) => Mode::Bind(at(bound, bound.port())),
+        },
+        replay: events.replay_port.map(|port| at(address, port)),
+    }
+}
+
+fn labels(stream: &StreamStatus) -> Labels {
+    vec![
+        ("service", stream.name.service.0.to_string()),
+        ("ep_idx", stream.name.endpoint.0.to_string()),
+        ("ep", stream.name.label.clone()),
+        ("rank", stream.name.rank.0.to_string()),
+    ]
+}
+
+fn show(stream: &StreamStatus) -> Value {
+    let rejects: serde_json::Map<String, Value> =
+        stream.rejects.iter().map(|(why, count)| (why.name().to_owned(), json!(count))).collect();
+    json!({
+        "service_id": stream.name.service.0,
+        "ep_idx": stream.name.endpoint.0,
+        "endpoint": stream.name.label,
+        "rank": stream.name.rank.0,
+        "address": stream.name.address,
+        "connected": stream.connected,
+        "eligible": stream.eligible,
+        "last_seq": stream.last_seq,
+        "events": stream.events,
+        "blocks_stored": stream.blocks_stored,
+        "blocks_removed": stream.blocks_removed,
+        "reconnects": stream.reconnects,
+        "gaps": stream.gaps,
+        "restarts": stream.restarts,
+        "replays": stream.replays,
+        "clears": stream.clears,
+        "evicted": stream.evicted,
+        "rejects": rejects,
+        "engine_block_tokens": stream.engine_block_tokens,
+        "last_event_ms": stream.last_event_ms,
+        "replay": match stream.replay {
+            Replay::Untried => "untried",
+            Replay::Works => "works",
+            Replay::Missing => "missing",
+        },
+    })
 }

@@ -1,47 +1,73 @@
 //! Tokenizers and chat templates as the supervisor handles them.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use serde_json::{Value, json};
 use shards::prompt::ModelTable;
 use tokio::sync::mpsc;
 
 use crate::config::Config;
+use crate::models::{self, Control as Loader, ModelState, ModelStatus};
 use crate::supervise::Entry;
 
 use super::PartError;
 
-/// The models that were found on disk after a change there.
-pub(crate) type ModelsChange = Arc<ModelTable>;
-
 /// The way to the tokenizer loader.
 #[derive(Clone, Debug)]
-pub struct ModelsPart {
-    table: Arc<Mutex<Arc<ModelTable>>>,
-}
+pub struct ModelsPart(Arc<Loader>);
 
 impl ModelsPart {
-    pub(super) fn start(_config: &Config) -> Result<(Self, mpsc::UnboundedReceiver<ModelsChange>), PartError> {
-        let (_changes_in, changes) = mpsc::unbounded_channel();
-        Ok((ModelsPart { table: Arc::default() }, changes))
+    /// Starts the loader; what is returned beside it hears of every change of its table.
+    pub(super) fn start(config: &Config) -> Result<(Self, mpsc::Receiver<()>), PartError> {
+        // One notice is enough: who hears it takes the newest table.
+        let (notices, changes) = mpsc::channel(1);
+        let loader = Loader::new();
+        // The thread inherits the control core from the thread that starts it.
+        let on_change = move |_| {
+            // Full means that a notice waits already; closed, that the process ends.
+            let _ = notices.try_send(());
+        };
+        models::spawn(config.tokenizers_dir.clone(), Arc::clone(&loader), || (), on_change)
+            .map_err(PartError::ModelsStart)?;
+        Ok((ModelsPart(loader), changes))
     }
 
     /// The models as of the last change.
     pub(crate) fn table(&self) -> Arc<ModelTable> {
-        Arc::clone(&self.table.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    pub(crate) fn take(&self, change: ModelsChange) {
-        *self.table.lock().unwrap_or_else(PoisonError::into_inner) = change;
+        self.0.table()
     }
 
     /// Names the models that rules are for.
-    pub(crate) fn set_wanted(&self, _entries: &[Arc<Entry>]) {}
+    pub(crate) fn set_wanted(&self, entries: &[Arc<Entry>]) {
+        let named = entries.iter().filter(|entry| entry.rule.kv.is_some()).map(|entry| entry.rule.key.model.clone());
+        self.0.set_wanted(named.filter(|model| !model.is_empty()));
+    }
 
     /// State of every model, for the API.
     #[must_use]
-    pub fn report(&self) -> Vec<serde_json::Value> {
-        Vec::new()
+    pub fn report(&self) -> Vec<Value> {
+        self.0.status().iter().map(show).collect()
     }
 
-    pub(super) fn stop(&self) {}
+    pub(super) fn stop(&self) {
+        self.0.stop();
+    }
+}
+
+fn show(model: &ModelStatus) -> Value {
+    let mut value = json!({"model": model.slug, "path": model.path, "named_by_rule": model.named_by_rule});
+    match &model.state {
+        ModelState::Ready { template, template_assumed, template_problem } => {
+            value["state"] = json!("ready");
+            value["template"] = json!(template);
+            value["template_assumed"] = json!(template_assumed);
+            value["template_problem"] = json!(template_problem);
+        }
+        ModelState::Staged => value["state"] = json!("staged"),
+        ModelState::Failed { reason } => {
+            value["state"] = json!("failed");
+            value["reason"] = json!(reason);
+        }
+    }
+    value
 }
