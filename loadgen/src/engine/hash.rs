@@ -146,7 +146,8 @@ mod tests {
         };
         let Some(blocks) = case["blocks"].as_array() else { return false };
         let Ok(salts) = blocks.iter().map(salt_of).collect::<Result<Vec<_>, _>>() else { return false };
-        if id.contains("lora") || id.contains("lookahead") {
+        // Other strings stand in the same place: adapters' names, images' identifiers.
+        if salts.iter().any(Option::is_some) && (id.contains("lora") || !id.contains("salt")) {
             return false;
         }
         let size = case["block_size"].as_u64().expect("a vector has a block size") as usize;
@@ -167,6 +168,6 @@ mod tests {
         let vectors = vectors("vllm_hash.json");
         let cases = vectors["cases"].as_array().expect("the file has cases");
         let plain = cases.iter().filter(|case| check(case)).count();
-        assert!(plain >= 25, "only {plain} vectors were checked");
+        assert_eq!(plain, 25 + 4, "vectors without extra keys, and those with a salt alone");
     }
 }

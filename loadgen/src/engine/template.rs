@@ -78,6 +78,18 @@ impl Formatter for PythonFormatter {
     fn begin_object_value<W: ?Sized + io::Write>(&mut self, writer: &mut W) -> io::Result<()> {
         writer.write_all(b": ")
     }
+
+    /// Plain from 0.0001 to 1e16, else with an exponent of a sign and at least two digits.
+    fn write_f64<W: ?Sized + io::Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
+        let shortest = format!("{value:e}");
+        match shortest.split_once('e').and_then(|(digits, exponent)| Some((digits, exponent.parse::<i32>().ok()?))) {
+            Some((digits, exponent)) if !(-4..16).contains(&exponent) => {
+                let sign = if exponent < 0 { '-' } else { '+' };
+                write!(writer, "{digits}e{sign}{:02}", exponent.abs())
+            }
+            _ => write!(writer, "{value:?}"),
+        }
+    }
 }
 
 /// Methods of Python's `str` and `dict` that templates call.
@@ -161,6 +173,11 @@ mod tests {
     #[test]
     fn json_is_python_s() {
         check("{{ x | tojson }}", json!({"x": {"b": [1, "<é'>"], "a": null}}), r#"{"b": [1, "<é'>"], "a": null}"#);
+        check(
+            "{{ x | tojson }}",
+            json!({"x": [1.0, 1e-7, 1e16, 123.5e20, -0.0001]}),
+            "[1.0, 1e-07, 1e+16, 1.235e+22, -0.0001]",
+        );
         check("{{ x | tojson(indent=2) }}", json!({"x": {"b": [1]}}), "{\n  \"b\": [\n    1\n  ]\n}");
     }
 
@@ -187,5 +204,35 @@ mod tests {
         let template = Template::new("{{ raise_exception('no roles') }}".to_owned(), serde_json::Map::new());
         let error = template.expect("the template is right").render(serde_json::Map::new()).expect_err("it refuses");
         assert!(error.to_string().contains("no roles"));
+    }
+
+    /// One vector of another renderer's results: whether we render the same, or refuse as it did.
+    fn agrees(file: &serde_json::Value, case: &serde_json::Value) -> bool {
+        let template = &file["templates"][case["template_name"].as_str().unwrap_or_default()];
+        let object = |value: &serde_json::Value| value.as_object().cloned().unwrap_or_default();
+        let source = template["text"].as_str().unwrap_or_default().to_owned();
+        let Ok(compiled) = Template::new(source, object(&template["special_tokens"])) else { return false };
+        let mut variables = object(&file["conversations"][case["conversation"].as_str().unwrap_or_default()]);
+        variables.insert("documents".to_owned(), json!(null));
+        variables.insert("add_generation_prompt".to_owned(), json!(true));
+        variables.extend(object(&case["kwargs"]));
+        compiled.render(variables).ok().as_deref() == case["expected_text"].as_str()
+    }
+
+    #[test]
+    fn templates_of_real_models_render_as_transformers_does() {
+        let test = "templates_of_real_models_render_as_transformers_does";
+        let Some(file) = crate::engine::testing::shared(test, "vectors/chat_templates.json") else { return };
+        // Those whose conversations need nothing but what the simulated engine does with messages.
+        let models =
+            ["npm/qwen3", "npm/deepseek_v3", "npm/gemma3", "vllm/template_chatml", "llama.cpp/Kimi-K2-Instruct"];
+        let mut checked = 0;
+        for case in file["cases"].as_array().expect("the file has cases") {
+            if models.iter().any(|model| case["template_name"] == *model) {
+                assert!(agrees(&file, case), "{} of {}", case["conversation"], case["template_name"]);
+                checked += 1;
+            }
+        }
+        assert_eq!(checked, 94, "cases of the five templates");
     }
 }

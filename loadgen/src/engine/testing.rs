@@ -1,12 +1,25 @@
 //! Helpers of this module's tests.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A file of golden vectors.
 pub fn vectors(name: &str) -> serde_json::Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/vectors").join(name);
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// A file of the directory shared by the project's machines; none, said aloud, where this machine has none.
+pub fn shared(test: &str, file: &str) -> Option<serde_json::Value> {
+    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared");
+    let path = std::env::var_os("KVLANE_SHARED").map_or(beside, PathBuf::from).join(file);
+    if !path.exists() {
+        assert!(std::env::var_os("CI").is_none(), "{}: CI has to have it", path.display());
+        eprintln!("skipped: {test}: there is no {}; set KVLANE_SHARED", path.display());
+        return None;
+    }
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    Some(serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display())))
 }
 
 /// The bytes of a hex string.
