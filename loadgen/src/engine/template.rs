@@ -2,7 +2,8 @@
 
 use std::io;
 
-use minijinja::value::{Kwargs, Value, ValueKind, from_args};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Serde, Value, ValueKind, from_args};
 use minijinja::{Environment, Error, ErrorKind, State};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
@@ -23,8 +24,7 @@ impl Template {
     /// The template's syntax is wrong.
     pub fn new(source: String, constants: serde_json::Map<String, serde_json::Value>) -> Result<Self, Error> {
         let mut environment = Environment::new();
-        environment.set_trim_blocks(true);
-        environment.set_lstrip_blocks(true);
+        environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
         environment.add_filter("tojson", to_json);
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
@@ -42,7 +42,7 @@ impl Template {
         for (name, value) in &self.constants {
             variables.entry(name.clone()).or_insert_with(|| value.clone());
         }
-        self.environment.get_template(NAME)?.render(Value::from_serialize(&variables))
+        self.environment.get_template(NAME)?.render(Value::from(Serde(&variables)))
     }
 }
 
@@ -93,7 +93,7 @@ impl Formatter for PythonFormatter {
 }
 
 /// Methods of Python's `str` and `dict` that templates call.
-fn python_method(_: &State<'_, '_>, value: &Value, method: &str, arguments: &[Value]) -> Result<Value, Error> {
+fn python_method(_: &mut State, value: &Value, method: &str, arguments: &[Value]) -> Result<Value, Error> {
     match (value.as_str(), value.kind()) {
         (Some(text), _) => string_method(text, method, arguments),
         (None, ValueKind::Map) => map_method(value, method, arguments),
