@@ -81,7 +81,6 @@ impl LoadTable {
     }
 
     /// Counts one request in flight at the endpoint until the reservation is dropped.
-    #[must_use]
     pub fn reserve(self: &Arc<Self>, shard: ShardId, slot: LoadSlot) -> Reservation {
         self.own[shard.index()].0[slot.0 as usize].fetch_add(1, Ordering::Relaxed);
         Reservation { table: Arc::clone(self), shard, slot }

@@ -14,7 +14,11 @@ fn a_request_is_forwarded_and_its_answer_relayed_and_connections_are_kept() {
             let answer = client.ask(post("/x", &vec![b'x'; length]));
             assert_eq!((answer.status(), answer.body), (200, format!("a {length}").into_bytes()), "{rung:?}");
         }
-        assert_eq!(engine.connections.load(std::sync::atomic::Ordering::SeqCst), 1, "{rung:?}: one upstream connection");
+        assert_eq!(
+            engine.connections.load(std::sync::atomic::Ordering::SeqCst),
+            1,
+            "{rung:?}: one upstream connection"
+        );
         gateway.stop();
     }
 }
@@ -35,7 +39,8 @@ fn a_body_with_odd_spelling_arrives_byte_for_byte_and_so_do_headers() {
         request.extend_from_slice(body);
         client.ask(&request);
         // The same in chunks of one, two, three … bytes, with extensions and trailers.
-        let mut chunked = format!("POST /v1/x?a=%20b HTTP/1.1\r\n{headers}Transfer-Encoding:chunked\r\n\r\n").into_bytes();
+        let mut chunked =
+            format!("POST /v1/x?a=%20b HTTP/1.1\r\n{headers}Transfer-Encoding:chunked\r\n\r\n").into_bytes();
         let mut rest = &body[..];
         for size in 1.. {
             let (part, left) = rest.split_at(size.min(rest.len()));
@@ -173,7 +178,9 @@ fn answers_to_head_and_without_content_have_no_body_and_leave_the_connection_usa
         });
         let gateway = Gateway::start(rung, limits(), &[engine.address]);
         let mut client = gateway.connect();
-        client.send("HEAD / HTTP/1.1\r\nHost: a\r\n\r\nDELETE / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n");
+        client.send(
+            "HEAD / HTTP/1.1\r\nHost: a\r\n\r\nDELETE / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n",
+        );
         for status in ["HTTP/1.1 200", "HTTP/1.1 204"] {
             let head = client.read_until(b"\r\n\r\n").expect("a head");
             assert!(head.starts_with(status.as_bytes()), "{rung:?}");
@@ -198,7 +205,10 @@ fn malformed_and_oversized_requests_are_refused_and_the_connection_is_closed() {
             (format!("GET / HTTP/1.1\r\nHost: a\r\nA: {}\r\n\r\n", "b".repeat(600)), 431),
             (format!("GET / HTTP/1.1\r\nHost: a\r\n{}\r\n", "A: b\r\n".repeat(20)), 431),
             ("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1001\r\n\r\n".to_owned(), 413),
-            (format!("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n{}", "b".repeat(2000)), 413),
+            (
+                format!("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n{}", "b".repeat(2000)),
+                413,
+            ),
             ("CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n".to_owned(), 501),
             ("GET / HTTP/3.0\r\nHost: a\r\n\r\n".to_owned(), 505),
             ("GET / HTTP/1.1\r\nHos".to_owned(), 408),

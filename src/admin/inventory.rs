@@ -21,11 +21,11 @@ const KEYS_PER_TURN: usize = 4096;
 pub(super) async fn dump(State(context): State<Context>, Query(query): Query<HashMap<String, String>>) -> Response {
     let service = match number(&query, "service_id") {
         Ok(number) => ServiceId(number),
-        Err(refused) => return refused,
+        Err(text) => return error(StatusCode::BAD_REQUEST, text),
     };
     let ep_idx = match number(&query, "ep_idx") {
         Ok(number) => number,
-        Err(refused) => return refused,
+        Err(text) => return error(StatusCode::BAD_REQUEST, text),
     };
     let view = context.control.view();
     let found = view.entry(service).and_then(|entry| {
@@ -70,9 +70,9 @@ async fn keys_of(readers: &ReaderFactory, endpoint: EndpointIndex) -> Vec<u64> {
     keys
 }
 
-fn number(query: &HashMap<String, String>, name: &str) -> Result<u32, Response> {
+fn number(query: &HashMap<String, String>, name: &str) -> Result<u32, String> {
     let text = query.get(name).map_or("", String::as_str);
-    text.parse().map_err(|why| error(StatusCode::BAD_REQUEST, format!("invalid {name}: {text:?}: {why}")))
+    text.parse().map_err(|why| format!("invalid {name}: {text:?}: {why}"))
 }
 
 fn error(status: StatusCode, text: String) -> Response {

@@ -47,6 +47,12 @@ pub(crate) type Labels = Vec<(&'static str, String)>;
 pub(crate) struct Families<'a>(DescriptorEncoder<'a>);
 
 impl Families<'_> {
+    /// One gauge without labels.
+    fn single(&mut self, name: &str, help: &str, value: usize) -> std::fmt::Result {
+        let encoder = self.0.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX)).encode(encoder)
+    }
+
     /// A family of counters; `_total` is appended to the name.
     pub(crate) fn counter(
         &mut self,
@@ -90,7 +96,7 @@ impl Collector for Source {
 }
 
 fn rules(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
-    families.gauge("loxilb_lb_rules", "Rules in force", [(Vec::new(), view.entries.len() as u64)])?;
+    families.single("loxilb_lb_rules", "Rules in force", view.entries.len())?;
     let healthy = view.entries.iter().map(|entry| {
         let usable = entry.service.endpoints.iter().filter(|endpoint| endpoint.is_candidate()).count();
         (service(entry), usable as u64)

@@ -260,4 +260,4 @@ fn continues(stored: &Stored<'_>, next: &Stored<'_>) -> bool {
 
 #[cfg(test)]
 #[path = "copies_tests.rs"]
-mod tests;
+pub(super) mod tests;

@@ -1,8 +1,8 @@
 //! KV event streams of the engines → inventories.
 //!
-//! An event's way: ZMQ frames ([`sockets`]) → sequence, gap, replay, restart ([`stream`]) → decoding ([`events`]) →
-//! copies per (rank, group, key) ([`copies`]) → operations on the service's inventory → published at the end of the
-//! cycle ([`worker`]).
+//! An event's way: ZMQ frames (`sockets`) → sequence, gap, replay, restart (`stream`) → decoding (`events`) →
+//! copies per (rank, group, key) (`copies`) → operations on the service's inventory → published at the end of the
+//! cycle (`worker`).
 //!
 //! **Invariant.** An ingest thread is the only writer of its services' inventories, and waits for nothing but its
 //! poller: not for readers (a refused publish is repeated), not for the control thread (commands are queued). The
@@ -33,7 +33,7 @@ use shards::inventory::Writer;
 use shards::load::LoadTable;
 use shards::service::EndpointShared;
 
-pub use events::Reject;
+pub use events::{Reject, check_any_bytes as check_any_event_bytes};
 use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
@@ -198,7 +198,7 @@ impl Ingest {
     /// # Errors
     /// [`Error::Gone`]
     pub fn add_service(&self, sources: ServiceSources, inventory: Writer) -> Result<(), Error> {
-        self.tell(sources.id, Command::Add(sources, inventory))
+        self.tell(sources.id, Command::Add(sources, Box::new(inventory)))
     }
 
     /// Changes the sources of a service. An endpoint whose sources are the same stays undisturbed; of one that
@@ -271,5 +271,6 @@ fn spawn(number: usize, core: Option<usize>, worker: WorkerOptions) -> io::Resul
 }
 
 #[cfg(test)]
-#[path = "wire_tests.rs"]
+mod history_tests;
+#[cfg(test)]
 mod wire_tests;

@@ -136,6 +136,25 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
+    /// Skips `len` integers that are not negative: most of the bytes of a store are token ids.
+    pub(crate) fn skip_unsigned(&mut self, len: u32) -> Result<(), Malformed> {
+        for _ in 0..len {
+            let size = match self.rest.first() {
+                Some(0x00..=0x7f) => 1,
+                Some(0xcc) => 2,
+                Some(0xcd) => 3,
+                Some(0xce) => 5,
+                Some(0xcf) => 9,
+                _ => match self.head()? {
+                    Head::Uint(_) => continue,
+                    _ => return Err(Malformed::Type),
+                },
+            };
+            self.rest = self.rest.get(size..).ok_or(Malformed::Framing)?;
+        }
+        Ok(())
+    }
+
     /// The length of the array that begins here.
     pub(crate) fn array(&mut self) -> Result<u32, Malformed> {
         match self.head()? {
@@ -212,6 +231,17 @@ mod tests {
         check(&[0xdf, 0xff, 0xff, 0xff, 0xff, 0, 0], Err(Malformed::Framing));
         check(&[0xdb, 0xff, 0xff, 0xff, 0xff, 0], Err(Malformed::Framing));
         check(&[0xcf, 1, 2], Err(Malformed::Framing));
+    }
+
+    #[test]
+    fn unsigned_integers_are_skipped_in_every_spelling() {
+        let bytes = b"\x05\xcc\xff\xcd\0\x01\xce\0\0\0\x01\xcf\0\0\0\0\0\0\0\x01\xd0\x07\xd2\0\0\0\x01\xff";
+        let mut reader = Reader::new(bytes);
+        assert_eq!(reader.skip_unsigned(7), Ok(()));
+        assert_eq!(reader.skip_unsigned(1), Err(Malformed::Type));
+        for cut in 1..8 {
+            assert_eq!(Reader::new(&bytes[11..11 + cut]).skip_unsigned(1), Err(Malformed::Framing));
+        }
     }
 
     #[test]

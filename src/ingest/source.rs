@@ -230,6 +230,17 @@ impl Source {
         self.replay.is_some()
     }
 
+    /// False where the address was refused.
+    pub(crate) fn is_open(&self) -> bool {
+        self.socket.is_some()
+    }
+
+    /// Whether the inventory had no slot for it.
+    pub(crate) fn lacks_holder(&self) -> bool {
+        self.holder.is_none()
+    }
+
+    /// Whether a replay is under way.
     pub(crate) fn is_replaying(&self) -> bool {
         self.replay.is_some()
     }

@@ -82,6 +82,8 @@ enum Phase {
 struct Request {
     /// The connection had been lost while something was held.
     returning: bool,
+    /// An answer showed that what is held is of the connected process.
+    proven: bool,
     /// No answer yet.
     fresh: bool,
     /// A number was skipped in the answer: the engine dropped replies.
@@ -90,6 +92,12 @@ struct Request {
     progress: bool,
     /// Requests in a row without progress.
     fruitless: u8,
+}
+
+impl Request {
+    /// The first request of a stream that has nothing to prove.
+    const FIRST: Request =
+        Request { returning: false, proven: false, fresh: true, hole: false, progress: false, fruitless: 0 };
 }
 
 /// What happened so far, for the status.
@@ -183,7 +191,10 @@ impl Stream {
         self.replay_failed = false;
         self.nothing_sent = false;
         match (self.has_replay, self.last) {
-            (true, last) => self.request(last.map(|(seq, _)| seq), last.is_some(), 0, act),
+            (true, last) => {
+                let returning = last.is_some();
+                self.request(self.last_seq(), Request { returning, ..Request::FIRST }, act);
+            }
             (false, None) => self.phase = Phase::Live,
             (false, Some(_)) => self.phase = Phase::Unproven,
         }
@@ -224,7 +235,7 @@ impl Stream {
         } else {
             self.restarted(act);
             if seq > 0 && self.may_replay() {
-                self.request(None, false, 0, act);
+                self.request(None, Request::FIRST, act);
                 self.hold(seq, payload);
             } else {
                 self.tally.incomplete += u64::from(seq > 0);
@@ -236,7 +247,7 @@ impl Stream {
     fn gap(&mut self, seq: u64, last: Option<u64>, payload: &[u8], act: &mut impl FnMut(Action<'_>)) {
         self.tally.gaps += 1;
         if self.may_replay() {
-            self.request(last, false, 0, act);
+            self.request(last, Request::FIRST, act);
             self.hold(seq, payload);
         } else {
             self.tally.incomplete += 1;
@@ -263,14 +274,16 @@ impl Stream {
                     apply = true;
                 } else if (seq, Print::of(payload)) != (last, print) {
                     self.restarted(act);
-                    return self.request(None, false, 0, act);
+                    return self.request(None, Request::FIRST, act);
                 }
+                request.proven = true;
             }
             Some((last, _)) if last.checked_add(1) == Some(seq) => apply = true,
             Some((last, _)) => request.hole |= seq > last,
         }
         if apply {
             request.progress = true;
+            request.proven = true;
             self.last = Some((seq, Print::of(payload)));
             act(Action::Apply(seq, payload));
         }
@@ -283,12 +296,13 @@ impl Stream {
         if request.fresh && self.last.is_some() {
             // The engine never sent the batch we applied last.
             self.restarted(act);
-            self.request(None, false, 0, act);
+            self.request(None, Request::FIRST, act);
         } else if request.hole {
             self.again(request, act);
         } else {
             self.tally.replays += 1;
             act(Action::StopReplay);
+            self.replayed = self.last_seq();
             self.nothing_sent = self.last.is_none() && self.held.is_empty();
             self.phase = Phase::Live;
             self.feed_held(act);
@@ -308,24 +322,26 @@ impl Stream {
         self.replay_failed = true;
         self.tally.incomplete += 1;
         act(Action::StopReplay);
-        self.phase = if request.returning && self.last.is_some() { Phase::Unproven } else { Phase::Live };
+        let unproven = request.returning && !request.proven;
+        self.phase = if unproven { Phase::Unproven } else { Phase::Live };
+        self.replayed = if unproven { None } else { self.last_seq() };
         self.feed_held(act);
     }
 
-    fn again(&mut self, request: Request, act: &mut impl FnMut(Action<'_>)) {
-        let fruitless = if request.progress { 0 } else { request.fruitless + 1 };
+    fn again(&mut self, before: Request, act: &mut impl FnMut(Action<'_>)) {
+        let fruitless = if before.progress { 0 } else { before.fruitless + 1 };
         if fruitless >= FRUITLESS_MAX {
             return self.replay_failed(act);
         }
-        self.request(self.last_seq(), request.returning, fruitless, act);
+        let Request { returning, proven, .. } = before;
+        self.request(self.last_seq(), Request { returning, proven, fruitless, ..Request::FIRST }, act);
     }
 
     fn may_replay(&self) -> bool {
         self.has_replay && !self.replay_failed && self.phase != Phase::Down
     }
 
-    fn request(&mut self, from: Option<u64>, returning: bool, fruitless: u8, act: &mut impl FnMut(Action<'_>)) {
-        let request = Request { returning, fresh: true, hole: false, progress: false, fruitless };
+    fn request(&mut self, from: Option<u64>, request: Request, act: &mut impl FnMut(Action<'_>)) {
         self.phase = Phase::Replaying(request);
         act(Action::Replay(from.unwrap_or(0)));
     }
@@ -361,7 +377,6 @@ impl Stream {
 
     fn feed_held(&mut self, act: &mut impl FnMut(Action<'_>)) {
         self.held_bytes = 0;
-        self.replayed = self.last_seq();
         // The batch that led to the replay is the first of these, and was seen already.
         self.live = None;
         for (seq, payload) in std::mem::take(&mut self.held) {

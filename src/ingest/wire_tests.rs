@@ -65,6 +65,9 @@ fn cleared() -> Vec<u8> {
     b"\x91\xb0AllBlocksCleared".to_vec()
 }
 
+/// The batches an engine can send again.
+type Ring = Vec<(u64, Vec<u8>)>;
+
 /// An engine's event sockets.
 struct Engine {
     publisher: zmq::Socket,
@@ -75,13 +78,14 @@ struct Engine {
     topic_in_replies: bool,
     seq: u64,
     clock: u64,
-    ring: Vec<(u64, Vec<u8>)>,
+    ring: Ring,
     context: zmq::Context,
 }
 
 fn bind(context: &zmq::Context, kind: SocketType, address: &str) -> (zmq::Socket, String) {
     let socket = context.socket(kind).unwrap();
     socket.set_linger(0).unwrap();
+    socket.set_sndhwm(100_000).unwrap();
     socket.set_ipv6(address.contains('[')).unwrap();
     // A port that was just left takes a moment to come free.
     until("the port is free", || socket.bind(address).is_ok());
@@ -143,7 +147,7 @@ impl Engine {
     }
 
     /// Dies and gives up its ports; what comes back is given the same addresses.
-    fn kill(self) -> (String, Option<String>, Vec<(u64, Vec<u8>)>) {
+    fn kill(self) -> (String, Option<String>, Ring) {
         let Engine { publisher, replay, mut context, address, replay_address, ring, .. } = self;
         drop((publisher, replay));
         context.destroy().unwrap();
@@ -174,6 +178,8 @@ impl Gateway {
         let endpoints: Vec<_> = endpoints.into_iter().enumerate().map(|(i, ranks)| endpoint(i as u16, ranks)).collect();
         let sources = ServiceSources { id: ServiceId(0), block_tokens, endpoints: endpoints.clone() };
         ingest.add_service(sources, writer).unwrap();
+        let streams = endpoints.iter().map(|endpoint| endpoint.ranks.len()).sum::<usize>();
+        until("all streams are open", || ingest.status().len() == streams);
         Gateway { ingest, reader: readers.reader(), endpoints, loads }
     }
 
@@ -198,7 +204,9 @@ impl Gateway {
         let Some(guard) = self.reader.enter() else { return Vec::new() };
         let mut walk = Walk::default();
         guard.advance(&mut walk, &[BlockKey(key)]);
-        walk.runs(&guard).map(|run| (run.endpoint.0, run.rank.0)).collect()
+        let mut holders: Vec<_> = walk.runs(&guard).map(|run| (run.endpoint.0, run.rank.0)).collect();
+        holders.sort_unstable();
+        holders
     }
 
     fn status(&self, endpoint: u16, rank: u8) -> StreamStatus {
@@ -379,9 +387,9 @@ fn one_ranks_clear_hides_no_other_ranks_block() {
 fn changed_sources_are_read_anew_and_the_same_ones_undisturbed() {
     let mut engines = [Engine::start(false), Engine::start(false), Engine::start(false)];
     let mut gateway = Gateway::start(4, vec![vec![engines[0].source(0)], vec![engines[1].source(0)]]);
-    for place in 0..2 {
-        gateway.meet(&mut engines[place], place as u16, 0);
-        engines[place].send(&[stored(&[1, 20 + place as u64])]);
+    for (place, engine) in engines.iter_mut().enumerate().take(2) {
+        gateway.meet(engine, place as u16, 0);
+        engine.send(&[stored(&[1, 20 + place as u64])]);
         until("stored", || gateway.holds(place as u16, &[1, 20 + place as u64]));
     }
     // Endpoint 0 moves, endpoint 1 stays.
@@ -573,7 +581,6 @@ fn a_full_stream_is_ingested_and_its_rate_printed() {
     const BLOCKS: u64 = 200_000;
     let mut engine = Engine::start(false);
     let gateway = Gateway::start(16, vec![vec![engine.source(0)]]);
-    engine.publisher.set_sndhwm(1_000_000).unwrap();
     gateway.meet(&mut engine, 0, 0);
     let first = engine.seq;
     for batch in 0..BLOCKS / 32 {

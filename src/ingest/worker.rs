@@ -36,7 +36,7 @@ const PENDING_MAX: usize = 1 << 18;
 
 /// What the control thread wants.
 pub(crate) enum Command {
-    Add(ServiceSources, Writer),
+    Add(ServiceSources, Box<Writer>),
     Update(ServiceSources),
     Remove(ServiceId),
     Stop,
@@ -46,6 +46,27 @@ struct Service {
     block_tokens: u32,
     writer: Writer,
     endpoints: BTreeMap<EndpointIndex, Endpoint>,
+    /// Something was read since the counts of blocks were last told.
+    touched: bool,
+    /// Some source waits for a slot of the inventory.
+    lacks_holder: bool,
+}
+
+impl Service {
+    fn new(block_tokens: u32, writer: Writer) -> Self {
+        Service { block_tokens, writer, endpoints: BTreeMap::new(), touched: false, lacks_holder: false }
+    }
+
+    /// Asks for the slots that some sources lack.
+    fn repair(&mut self) {
+        self.lacks_holder = false;
+        for endpoint in self.endpoints.values_mut() {
+            for source in &mut endpoint.sources {
+                source.repair(&endpoint.copies, &mut self.writer);
+                self.lacks_holder |= source.lacks_holder();
+            }
+        }
+    }
 }
 
 struct Endpoint {
@@ -167,6 +188,8 @@ impl Worker {
         if source.visit(&mut endpoint.copies, &mut service.writer, &mut io) == Left::More {
             self.ready.insert(token);
         }
+        service.touched = true;
+        service.lacks_holder |= source.lacks_holder();
         if source.is_replaying() {
             self.replaying.insert(token);
         }
@@ -193,17 +216,16 @@ impl Worker {
     fn publish(&mut self) -> Pending {
         let mut left = Pending::Nothing;
         for service in self.services.values_mut() {
-            for endpoint in service.endpoints.values_mut() {
-                for source in &mut endpoint.sources {
-                    source.repair(&endpoint.copies, &mut service.writer);
+            if service.lacks_holder {
+                service.repair();
+                left = left.max(Pending::Refused);
+            }
+            let mut publish = || service.writer.pending() == 0 || service.writer.try_publish();
+            let published = (0..PUBLISHES_PER_CYCLE).all(|_| publish());
+            if std::mem::take(&mut service.touched) {
+                for endpoint in service.endpoints.values() {
+                    endpoint.shared.kv_blocks.store(endpoint.copies.distinct(), Ordering::Relaxed);
                 }
-            }
-            if service.writer.pending() == 0 {
-                continue;
-            }
-            let published = (0..PUBLISHES_PER_CYCLE).all(|_| service.writer.try_publish());
-            for endpoint in service.endpoints.values() {
-                endpoint.shared.kv_blocks.store(endpoint.copies.distinct(), Ordering::Relaxed);
             }
             if service.writer.pending() > 0 {
                 left = left.max(if published { Pending::Work } else { Pending::Refused });
@@ -230,7 +252,7 @@ impl Worker {
             Command::Add(sources, writer) => {
                 let (id, block_tokens) = (sources.id, sources.block_tokens);
                 self.remove(id);
-                self.services.insert(id, Service { block_tokens, writer, endpoints: BTreeMap::new() });
+                self.services.insert(id, Service::new(block_tokens, *writer));
                 self.update(sources);
             }
             Command::Update(sources) => self.update(sources),
@@ -271,7 +293,11 @@ impl Worker {
     fn update_endpoint(&mut self, id: ServiceId, wanted: EndpointSources) {
         let EndpointSources { index, shared, label, ranks } = wanted;
         let known = self.services.get(&id).and_then(|service| service.endpoints.get(&index));
-        let same = known.is_some_and(|endpoint| endpoint.sources.iter().map(|source| &source.from).eq(&ranks));
+        // A source whose address was refused is tried again.
+        let same = known.is_some_and(|endpoint| {
+            endpoint.sources.iter().all(Source::is_open)
+                && endpoint.sources.iter().map(|source| &source.from).eq(&ranks)
+        });
         if !same {
             self.close_endpoint(id, index);
         }

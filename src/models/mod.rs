@@ -95,7 +95,19 @@ impl Control {
     /// What is known of every model, in order of slug.
     #[must_use]
     pub fn status(&self) -> Vec<ModelStatus> {
-        self.lock().status.clone()
+        let (mut status, table) = {
+            let shared = self.lock();
+            (shared.status.clone(), Arc::clone(&shared.table))
+        };
+        for one in &mut status {
+            // Stored blocks confirm a template without a change of the table.
+            if let (ModelState::Ready { template_assumed, .. }, Some(Entry::Ready(model))) =
+                (&mut one.state, table.get(&one.slug))
+            {
+                *template_assumed = model.template_assumed();
+            }
+        }
+        status
     }
 
     /// Ends the loader after the model it may be reading.

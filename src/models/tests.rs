@@ -122,6 +122,23 @@ fn a_staged_model_is_loaded_when_a_request_asks() {
 }
 
 #[test]
+fn an_assumed_template_is_shown_until_it_is_confirmed() {
+    let fixture = Fixture::start("assumed");
+    fixture.write("Qwen__X", "tokenizer.json", TINY);
+    fixture.control.set_wanted(["Qwen/X".to_owned()]);
+    fixture.wait("loaded", |t| ready(t, "Qwen/X"));
+    let assumed = || match fixture.status("Qwen__X").map(|s| s.state) {
+        Some(ModelState::Ready { template: "assumed_chatml", template_assumed, .. }) => Some(template_assumed),
+        _ => None,
+    };
+    assert_eq!(assumed(), Some(true));
+    if let Lookup::Ready(model) = fixture.control.table().lookup("Qwen/X") {
+        model.confirm_template();
+    }
+    assert_eq!(assumed(), Some(false));
+}
+
+#[test]
 fn what_is_no_file_of_text_is_reported() {
     let fixture = Fixture::start("odd");
     fixture.control.set_wanted(["dir".to_owned(), "binary".to_owned(), "a\0b".to_owned()]);

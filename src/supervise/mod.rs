@@ -264,7 +264,7 @@ impl Supervisor {
         self.registry.commit(&entry);
         match prepared.events {
             Events::None => {}
-            Events::Start(writer) => self.parts.ingest.add(&entry, writer),
+            Events::Start(writer) => self.parts.ingest.add(&entry, *writer),
             Events::Update => self.parts.ingest.update(&entry),
             Events::Stop => self.parts.ingest.remove(entry.id),
         }

@@ -96,7 +96,7 @@ pub(super) enum Events {
     /// The rule does not and did not route by KV cache.
     None,
     /// It begins to: the writing end of its new inventory.
-    Start(Writer),
+    Start(Box<Writer>),
     /// It goes on, with possibly other sources.
     Update,
     /// It no longer does.
@@ -210,7 +210,7 @@ impl Registry {
             (None, Some(_)) => {
                 let blocks = self.blocks_per_endpoint.saturating_mul(rule.endpoints.len()).min(BLOCKS_EXPECTED_MAX);
                 let (writer, readers) = inventory::new(&inventory::Options { blocks_expected: blocks });
-                (Some(readers), Events::Start(writer))
+                (Some(readers), Events::Start(Box::new(writer)))
             }
         }
     }

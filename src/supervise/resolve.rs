@@ -1,5 +1,6 @@
 //! Names of endpoints into addresses.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -20,11 +21,10 @@ pub(super) async fn resolve(rule: &Rule, known: &[Option<SocketAddr>]) -> Vec<Op
         let address = match &endpoint.host {
             Host::Ip(ip) => Some(SocketAddr::new(*ip, endpoint.port)),
             Host::Name(name) => {
-                let key = (name.as_str(), endpoint.port);
-                if !names.contains_key(&key) {
-                    names.insert(key, look_up(name, endpoint.port).await);
-                }
-                let found = &names[&key];
+                let found = match names.entry((name, endpoint.port)) {
+                    Entry::Occupied(known) => known.into_mut(),
+                    Entry::Vacant(unknown) => unknown.insert(look_up(name, endpoint.port).await),
+                };
                 let before = known.get(at).copied().flatten();
                 before.filter(|address| found.contains(address)).or_else(|| found.first().copied())
             }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 
-use super::Sizes;
+use super::{DECODE_TPS, Sizes};
 use crate::assets;
 use crate::child::{Child, free_ports, http_get};
 use crate::engine::{Engine, EngineHandle, EngineOptions};
@@ -82,7 +82,7 @@ fn engine_options(sizes: &Sizes) -> EngineOptions {
         replay_port: Some(0),
         blocks: sizes.blocks,
         prefill_tps: sizes.prefill_tps,
-        decode_tps: sizes.decode_tps,
+        decode_tps: DECODE_TPS,
         ..EngineOptions::default()
     }
 }

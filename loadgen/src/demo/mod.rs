@@ -37,7 +37,7 @@ pub struct DemoArgs {
     /// Length of each of the two phases, seconds
     #[arg(long)]
     pub seconds: Option<f64>,
-    /// A few seconds only, on small caches: for tests, too short for good figures
+    /// The same load in a quarter of the time: for tests; on a busy machine too fast for good figures
     #[arg(long)]
     pub quick: bool,
     /// What generates the load
@@ -52,34 +52,35 @@ struct Sizes {
     blocks: usize,
     /// Prompt tokens that each engine computes in a second.
     prefill_tps: f64,
-    /// Tokens that each engine generates in a second for each request.
-    decode_tps: f64,
-    /// Requests per second of the chat.
-    rate: f64,
-    /// Conversations of the chat at once.
-    sessions: usize,
-    /// How many times faster than recorded a trace is played.
-    time_factor: f64,
-    /// Tokens for each 512 of the trace.
-    tokens_per_block: usize,
+    /// How fast requests come: per second in the chat, as a multiple of the recorded speed in a trace.
+    speed: f64,
     /// Length of a phase.
     seconds: f64,
 }
 
+/// The chat: a cache holds a third of what the conversations need together, so a round robin, which takes each
+/// conversation to every engine in turn, keeps little of it.
+const CHAT: Sizes = Sizes { blocks: 760, prefill_tps: 5_000.0, speed: 12.0, seconds: 25.0 };
+
+/// A trace, its blocks scaled from 512 tokens to one of 16: a cache holds about a minute of it.
+const TRACE: Sizes = Sizes { blocks: 4_000, prefill_tps: 8_000.0, speed: 16.0, seconds: 27.0 };
+
+/// Tokens for each block of a trace.
+const TRACE_TOKENS_PER_BLOCK: usize = 16;
+
+/// Tokens that each engine generates in a second for each request.
+const DECODE_TPS: f64 = 200.0;
+
+/// How many times faster the quick demo goes: the same load, in less time.
+const QUICK: f64 = 4.0;
+
 impl Sizes {
     fn of(args: &DemoArgs) -> Self {
-        let mut sizes = Sizes {
-            blocks: 1_600,
-            prefill_tps: 10_000.0,
-            decode_tps: 200.0,
-            rate: 16.0,
-            sessions: 48,
-            time_factor: 5.0,
-            tokens_per_block: 48,
-            seconds: 22.0,
-        };
+        let mut sizes = if args.trace.is_some() { TRACE } else { CHAT };
         if args.quick {
-            (sizes.blocks, sizes.sessions, sizes.rate, sizes.seconds) = (420, 12, 20.0, 5.0);
+            sizes.prefill_tps *= QUICK;
+            sizes.speed *= QUICK;
+            sizes.seconds /= QUICK;
         }
         sizes.seconds = args.seconds.unwrap_or(sizes.seconds);
         sizes
@@ -111,7 +112,7 @@ pub fn main(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     say(&format!("load       {}\npace       {}", load.workload.describe(), load.pace_in_words));
     say(&format!(
         "engines    {ENGINES} simulated, each with {} blocks of 16 tokens, {} prompt tokens/s, {} tokens/s per request\n",
-        sizes.blocks, sizes.prefill_tps, sizes.decode_tps
+        sizes.blocks, sizes.prefill_tps, DECODE_TPS
     ));
     let play = |routing: Routing| {
         say(&format!("playing with {} for {} s ...", routing.name(), load.duration.as_secs_f64()));
@@ -144,34 +145,34 @@ fn load(args: &DemoArgs, sizes: &Sizes) -> anyhow::Result<Load> {
     let Some(path) = &args.trace else {
         let shape = ChatShape {
             model: DEMO_MODEL.to_owned(),
-            sessions: sizes.sessions,
-            turns: 8,
+            sessions: 24,
+            turns: 12,
             system_prompts: 4,
-            system_tokens: 160,
+            system_tokens: 96,
             user_tokens: 80,
             reply_tokens: 160,
             max_tokens: 8,
             seed: SEED,
         };
-        let arrivals = run::arrivals(sizes.rate, false, duration, usize::MAX, SEED)?;
+        let arrivals = run::arrivals(sizes.speed, false, duration, usize::MAX, SEED)?;
         return Ok(Load {
             workload: Workload::Chat(ChatWorkload::new(shape)),
             pace: Pace::Open { arrivals: arrivals.into() },
-            pace_in_words: format!("open loop, {} requests/s, Poisson", sizes.rate),
+            pace_in_words: format!("open loop, {} requests/s, Poisson", sizes.speed),
             duration,
             played: Played::Chat,
         });
     };
-    let slice = Slice { requests: None, seconds: Some(sizes.seconds * sizes.time_factor) };
+    let slice = Slice { requests: None, seconds: Some(sizes.seconds * sizes.speed) };
     let requests = trace::read(path, slice)?;
     if requests.is_empty() {
-        bail!("{} has no request in its first {:.0} s", path.display(), sizes.seconds * sizes.time_factor);
+        bail!("{} has no request in its first {:.0} s", path.display(), sizes.seconds * sizes.speed);
     }
     let shape = TraceShape {
         model: DEMO_MODEL.to_owned(),
-        time_factor: sizes.time_factor,
+        time_factor: sizes.speed,
         spread: true,
-        tokens_per_block: sizes.tokens_per_block,
+        tokens_per_block: TRACE_TOKENS_PER_BLOCK,
         seed: SEED,
     };
     let trace = TraceWorkload::new(requests, shape);

@@ -12,15 +12,16 @@ pub mod pin;
 pub mod read_ahead;
 pub mod ring;
 pub mod ticket;
+mod turn;
 
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
 
 pub use meter::{Meter, now_ns, over_budget, visit_ns, visits};
 pub use read_ahead::{End, ReadAhead};
 pub use ring::{Refusal, Ring, Rung};
 pub use ticket::Ticket;
+pub use turn::turn;
 
 /// Starts a task on the calling shard; a panic in it ends it, is counted in the shard's [`Meter`] and logged.
 pub fn spawn<F>(future: F)
@@ -46,19 +47,4 @@ where
     let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ring.block_on(meter::Watched::new(main))));
     meter::leave();
     ended.and_then(|result| result)
-}
-
-/// Gives way to everything else on the shard: returns after the next visit to the driver.
-///
-/// Only a timer does that on every driver. A task that wakes itself is run again at once, and a run queue that is not
-/// empty fires no timers and, on a ring with deferred task work, reaps no completions.
-pub async fn turn() {
-    let before = visits();
-    loop {
-        monoio::time::sleep(Duration::ZERO).await;
-        // A timer can be due already when it is set; then it ends without a visit.
-        if visits() != before {
-            return;
-        }
-    }
 }

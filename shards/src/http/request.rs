@@ -138,7 +138,7 @@ fn read(head: &[u8], parsed: &httparse::Request<'_, '_>) -> Result<RequestHead, 
         keep_alive: version == 1,
         ..RequestHead::default()
     };
-    if !head.ends_with(b"\r\n\r\n") && !(parsed.headers.is_empty() && head.ends_with(b"\r\n\r\n")) {
+    if !head.ends_with(b"\r\n\r\n") {
         return Err(HeadError::Malformed("a line that does not end in CR LF"));
     }
     let line_end = parsed.headers.first().map_or(head.len() - 2, |first| lines::offset(head, first.name.as_ptr()));

@@ -67,13 +67,8 @@ pub fn parse(bytes: &[u8], searched: usize, to_head: bool) -> Result<Option<Resp
     let (Some(status), Some(version)) = (parsed.code, parsed.version) else {
         return Err(ResponseError("status line"));
     };
-    let mut response = ResponseHead {
-        len,
-        status,
-        is_http10: version == 0,
-        keep_alive: version == 1,
-        ..ResponseHead::default()
-    };
+    let mut response =
+        ResponseHead { len, status, is_http10: version == 0, keep_alive: version == 1, ..ResponseHead::default() };
     let length = read_headers(head, parsed.headers, &mut response)?;
     response.body = if to_head || status < 200 || status == 204 || status == 304 {
         ResponseBody::None
@@ -188,7 +183,8 @@ mod tests {
 
     #[test]
     fn event_streams_are_known_by_their_type() {
-        let head = "HTTP/1.1 200 OK\r\nContent-Type: Text/Event-Stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n";
+        let head =
+            "HTTP/1.1 200 OK\r\nContent-Type: Text/Event-Stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n";
         assert!(complete(head, false).event_stream);
         assert!(!complete("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n", false).event_stream);
     }

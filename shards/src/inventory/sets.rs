@@ -53,6 +53,23 @@ pub(super) struct Sets {
     parts: Box<[Part]>,
     /// The set being made; kept for its memory.
     scratch: Vec<u16>,
+    /// The last change of each kind: an engine stores and evicts runs of blocks, and all of a run go from one set to
+    /// another. Never mentions a set that is not in use.
+    grown: Option<Change>,
+    shrunk: Option<Change>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Change {
+    from: SetRef,
+    holder: u16,
+    to: SetRef,
+}
+
+impl Change {
+    fn mentions(&self, set: SetRef) -> bool {
+        self.from == set || self.to == set
+    }
 }
 
 #[derive(Clone, Debug, Default)]
@@ -81,7 +98,7 @@ struct Large {
 
 impl Sets {
     pub(super) fn new() -> Self {
-        Sets { parts: (0..PARTS).map(|_| Part::default()).collect(), scratch: Vec::new() }
+        Sets { parts: (0..PARTS).map(|_| Part::default()).collect(), scratch: Vec::new(), grown: None, shrunk: None }
     }
 
     /// The holders of the set, sorted; `inline` is room for those that stand in the reference.
@@ -100,18 +117,30 @@ impl Sets {
         if set.is_empty() {
             return SetRef::inline(&[holder]);
         }
+        if let Some(to) = self.again(self.grown, set, holder) {
+            return to;
+        }
         self.load(set);
         let Err(place) = self.scratch.binary_search(&holder) else { return set };
         self.scratch.insert(place, holder);
-        self.exchange(set)
+        let to = self.made();
+        self.grown = Some(Change { from: set, holder, to });
+        self.release(set);
+        to
     }
 
     /// The set without the holder. The key that had `set` has the result instead.
     pub(super) fn without(&mut self, set: SetRef, holder: u16) -> SetRef {
+        if let Some(to) = self.again(self.shrunk, set, holder) {
+            return to;
+        }
         self.load(set);
         let Ok(place) = self.scratch.binary_search(&holder) else { return set };
         self.scratch.remove(place);
-        self.exchange(set)
+        let to = self.made();
+        self.shrunk = Some(Change { from: set, holder, to });
+        self.release(set);
+        to
     }
 
     /// The set without those that are not to be kept. The key that had `set` has the result instead.
@@ -121,7 +150,9 @@ impl Sets {
         }
         self.load(set);
         self.scratch.retain(|&holder| keep(holder));
-        self.exchange(set)
+        let to = self.made();
+        self.release(set);
+        to
     }
 
     fn load(&mut self, set: SetRef) {
@@ -131,13 +162,29 @@ impl Sets {
         self.scratch = scratch;
     }
 
-    /// One key has the set in `scratch` from now on, instead of `old`.
-    fn exchange(&mut self, old: SetRef) -> SetRef {
-        let new = if self.scratch.len() <= INLINE_MAX { SetRef::inline(&self.scratch) } else { self.take_large() };
-        if let Some((part, index)) = old.place() {
-            self.give_back(part, index);
+    /// The result of a change, if it is one that was made last.
+    fn again(&mut self, last: Option<Change>, set: SetRef, holder: u16) -> Option<SetRef> {
+        let to = last.filter(|change| change.from == set && change.holder == holder)?.to;
+        if let Some((part, index)) = to.place() {
+            self.parts[part].sets[index].keys += 1;
         }
-        new
+        self.release(set);
+        Some(to)
+    }
+
+    /// The set in `scratch`, for one more key.
+    fn made(&mut self) -> SetRef {
+        if self.scratch.len() <= INLINE_MAX { SetRef::inline(&self.scratch) } else { self.take_large() }
+    }
+
+    /// One key fewer has the set.
+    fn release(&mut self, set: SetRef) {
+        let Some((part, index)) = set.place() else { return };
+        if self.give_back(part, index) {
+            for last in [&mut self.grown, &mut self.shrunk] {
+                *last = last.filter(|change| !change.mentions(set));
+            }
+        }
     }
 
     fn take_large(&mut self) -> SetRef {
@@ -165,12 +212,13 @@ impl Sets {
         SetRef::large(part_number, index)
     }
 
-    fn give_back(&mut self, part: usize, index: usize) {
+    /// True if it was the last key that had the set.
+    fn give_back(&mut self, part: usize, index: usize) -> bool {
         let part = &mut self.parts[part];
         let large = &mut part.sets[index];
         large.keys -= 1;
         if large.keys > 0 {
-            return;
+            return false;
         }
         let hash = std::mem::take(large).hash;
         match part.index.find_entry(spread(hash), |place| place.index as usize == index) {
@@ -178,6 +226,7 @@ impl Sets {
             Err(_) => unreachable!("a set in use is in the index"),
         }
         part.free.push(index as u32);
+        true
     }
 
     /// Large sets in use; for tests.
@@ -226,6 +275,21 @@ mod tests {
             backward.sort_unstable();
             assert_eq!(list(&sets, forward), backward);
         }
+    }
+
+    #[test]
+    fn a_change_made_before_is_not_repeated_from_a_set_that_was_freed_since() {
+        let mut sets = Sets::new();
+        let (first, second) = (of(&mut sets, &[1, 2, 3, 4]), of(&mut sets, &[1, 2, 3, 4]));
+        let (first, second) = (sets.with(first, 5), sets.with(second, 5));
+        assert_eq!((first == second, sets.large_sets()), (true, 1));
+        // The place of {1, 2, 3, 4} is free: whoever takes it must not be mistaken for it.
+        let other = of(&mut sets, &[6, 7, 8, 9]);
+        let other = sets.with(other, 5);
+        assert_eq!(list(&sets, other), [5, 6, 7, 8, 9]);
+        let (first, second) = (sets.without(first, 1), sets.without(second, 1));
+        assert_eq!((list(&sets, first), list(&sets, second)), (vec![2, 3, 4, 5], vec![2, 3, 4, 5]));
+        assert_eq!(sets.large_sets(), 2);
     }
 
     #[test]

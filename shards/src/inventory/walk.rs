@@ -23,7 +23,7 @@ pub struct Walk {
     /// Holders that had block 0, by number.
     members: Vec<Member>,
     /// Those of them that have every key so far, by number.
-    alive: Vec<u16>,
+    alive: Vec<Alive>,
     /// Keys that those have.
     depth: u32,
     shown: u32,
@@ -35,6 +35,13 @@ struct Member {
     holder: u16,
     generation: u32,
     blocks: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Alive {
+    holder: u16,
+    /// Its place in `members`.
+    member: u16,
 }
 
 impl Walk {
@@ -90,9 +97,14 @@ impl Walk {
                     break;
                 }
             }
-            for &set in &sets[..batch.len()] {
+            let mut inline = [[0; INLINE_MAX]; BATCH];
+            let mut holders: [&[u16]; BATCH] = [&[]; BATCH];
+            for ((holders, inline), set) in holders.iter_mut().zip(&mut inline).zip(sets) {
+                *holders = table.sets.holders(set, inline);
+            }
+            for (set, holders) in sets.into_iter().zip(holders).take(batch.len()) {
                 if last != Some(set) {
-                    self.keep(table.sets.holders(set, &mut [0; INLINE_MAX]));
+                    self.keep(holders);
                     if self.alive.is_empty() {
                         return false;
                     }
@@ -109,8 +121,8 @@ impl Walk {
         self.slots_version = table.slots_version;
         for &holder in table.sets.holders(table.find(key), &mut [0; INLINE_MAX]) {
             let Some(slot) = table.slot(holder).filter(|slot| slot.state == SlotState::Eligible) else { continue };
+            self.alive.push(Alive { holder, member: self.members.len() as u16 });
             self.members.push(Member { holder, generation: slot.generation, blocks: ALL });
-            self.alive.push(holder);
         }
         self.depth = 1;
         !self.alive.is_empty()
@@ -122,45 +134,36 @@ impl Walk {
             return;
         }
         self.slots_version = table.slots_version;
-        let alive = &mut self.alive;
-        self.members.retain(|member| {
-            let same = table.slot(member.holder).is_some_and(|slot| slot.generation == member.generation);
-            if !same {
-                alive.retain(|&holder| holder != member.holder);
+        for (place, member) in self.members.iter_mut().enumerate() {
+            if table.slot(member.holder).is_none_or(|slot| slot.generation != member.generation) {
+                member.blocks = 0;
+                self.alive.retain(|alive| usize::from(alive.member) != place);
             }
-            same
-        });
+        }
     }
 
-    /// Ends the run of every holder that is not in the (sorted) set.
+    /// Ends the run of every holder that is not in the (sorted) set. Most often all are, or all but one: what is equal
+    /// is passed over together.
     fn keep(&mut self, set: &[u16]) {
-        let (members, depth) = (&mut self.members, self.depth);
-        let mut end = |holder: u16| {
-            let place = members.binary_search_by_key(&holder, |member| member.holder);
-            members[place.expect("who is alive is a member")].blocks = depth;
-        };
-        if self.alive.len() * 8 < set.len() {
-            self.alive.retain(|holder| {
-                let has = set.binary_search(holder).is_ok();
-                if !has {
-                    end(*holder);
-                }
-                has
-            });
-            return;
+        let (mut kept, mut next, mut rest) = (0, 0, set);
+        while next < self.alive.len() {
+            let same =
+                self.alive[next..].iter().zip(rest).take_while(|(alive, holder)| alive.holder == **holder).count();
+            self.alive.copy_within(next..next + same, kept);
+            (kept, next, rest) = (kept + same, next + same, &rest[same..]);
+            let Some(&Alive { holder, member }) = self.alive.get(next) else { break };
+            // A set far larger than what is alive is not gone through one by one.
+            let skip = if (self.alive.len() - next) * 8 < rest.len() {
+                rest.partition_point(|&other| other < holder)
+            } else {
+                rest.iter().take_while(|&&other| other < holder).count()
+            };
+            rest = &rest[skip..];
+            if rest.first() != Some(&holder) {
+                self.members[usize::from(member)].blocks = self.depth;
+                next += 1;
+            }
         }
-        let mut rest = set;
-        self.alive.retain(|holder| {
-            while let Some((first, others)) = rest.split_first()
-                && first < holder
-            {
-                rest = others;
-            }
-            let has = rest.first() == Some(holder);
-            if !has {
-                end(*holder);
-            }
-            has
-        });
+        self.alive.truncate(kept);
     }
 }

@@ -3,6 +3,8 @@
 //! **Invariant.** What the engine would render otherwise, in any version, is refused here: the request is then routed
 //! without keys. Where versions differ, the newest (0.33) is followed.
 
+use std::collections::BTreeMap;
+
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
@@ -89,7 +91,9 @@ fn variables(view: &BodyView, messages: Vec<Value>, generation: bool) -> Result<
             }
         }
     }
-    Ok(Value::from_object(variables))
+    // A scope, not a dict: its names are found before any method.
+    let named = |(name, value): &(Value, Value)| Some((name.as_str()?.to_owned(), value.clone()));
+    Ok(Value::from(variables.entries().iter().filter_map(named).collect::<BTreeMap<String, Value>>()))
 }
 
 /// The tools as the engine hands them on: known members in their fixed order, absent ones as null, others dropped.
@@ -298,7 +302,6 @@ fn cut_after(mut text: String, last: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
     use std::time::SystemTime;
 
     use super::*;

@@ -5,7 +5,7 @@
 use minijinja::value::{Kwargs, Tuple, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 
-use super::pyvalue;
+use super::pyvalue::{self, PyDict};
 
 /// Calls a method on a value.
 pub(super) fn call(_state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
@@ -151,10 +151,14 @@ fn string_case(text: &str, method: &str, args: &Args) -> Result<Option<Value>, E
         "title" => Value::from(title(text)?),
         "capitalize" => {
             let mut chars = text.chars();
-            let first = chars.next().map(|c| title_char(c)).transpose()?;
+            let first = chars.next().map(title_char).transpose()?;
             Value::from(first.into_iter().chain(chars.as_str().to_lowercase().chars()).collect::<String>())
         }
-        "isdigit" | "isdecimal" | "isnumeric" => all(|c| c.is_numeric()),
+        // These differ from each other beyond ASCII, in tables that are not here.
+        "isdigit" | "isdecimal" | "isnumeric" if text.chars().any(|c| c.is_numeric() && !c.is_ascii()) => {
+            return Err(type_error("digits beyond ASCII"));
+        }
+        "isdigit" | "isdecimal" | "isnumeric" => all(|c| c.is_ascii_digit()),
         "isalpha" => all(char::is_alphabetic),
         "isalnum" => all(char::is_alphanumeric),
         "isspace" => all(is_space),
@@ -260,6 +264,10 @@ fn partition(text: &str, separator: &str, from_right: bool) -> Result<Value, Err
     Ok(Value::from(Tuple::from(parts.map(Value::from).to_vec())))
 }
 
+/// Names that `dict.name` finds before any key.
+pub(super) const DICT_METHODS: [&str; 11] =
+    ["items", "keys", "values", "get", "copy", "clear", "fromkeys", "pop", "popitem", "setdefault", "update"];
+
 fn dict(map: &Value, method: &str, args: &Args) -> Result<Option<Value>, Error> {
     let pairs = || pyvalue::pairs(map).into_iter();
     Ok(Some(match method {
@@ -273,8 +281,12 @@ fn dict(map: &Value, method: &str, args: &Args) -> Result<Option<Value>, Error> 
         "get" => {
             args.at_most(2)?;
             let key = args.args.first().ok_or_else(|| type_error("an argument is missing"))?;
-            match pairs().find(|(k, _)| k == key) {
-                Some((_, item)) => item,
+            let found = match map.downcast_object_ref::<PyDict>() {
+                Some(dict) => key.as_str().and_then(|key| dict.get(key)).cloned(),
+                None => pairs().find(|(k, _)| k == key).map(|(_, item)| item),
+            };
+            match found {
+                Some(item) => item,
                 None => args.args.get(1).cloned().unwrap_or_else(|| Value::from(())),
             }
         }

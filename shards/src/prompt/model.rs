@@ -120,7 +120,9 @@ impl Model {
             }
             (None, None) => (TemplateOrigin::Missing, None, None),
         };
-        let compile = |text: String| Template::compile(&text, &config.special_tokens, now).map_err(|e| e.to_string());
+        let known_tokens =
+            (files.config.is_some() || origin == TemplateOrigin::Assumed).then_some(&config.special_tokens);
+        let compile = |text: String| compile(&text, known_tokens, now);
         Ok(Model {
             slug: files.slug.clone(),
             path: files.path.clone(),
@@ -202,31 +204,45 @@ impl Model {
     /// Finds or compiles a rule's template. Two shards may compile the same text at once; one result stays.
     fn rule_template(&self, text: &Arc<str>) -> Result<&Template, MissReason> {
         for slot in &self.rule_templates {
-            let (known, template) = slot.get_or_init(|| (Arc::clone(text), self.compile_rule_template(text)));
-            if Arc::ptr_eq(known, text) || known == text {
-                return template.as_ref().ok_or(MissReason::Template);
+            if slot.get().is_none() {
+                // Another shard may have been quicker: then the slot is looked at like a used one.
+                let _ = slot.set((Arc::clone(text), self.compile_rule_template(text)));
+            }
+            match slot.get() {
+                Some((known, template)) if Arc::ptr_eq(known, text) || known == text => {
+                    return template.as_ref().ok_or(MissReason::Template);
+                }
+                _ => {}
             }
         }
         Err(MissReason::Template)
     }
 
     fn compile_rule_template(&self, text: &str) -> Option<Template> {
-        // Without a configuration the special tokens are not known, and would print as nothing.
-        if !self.has_config
-            && ["bos_token", "eos_token", "unk_token", "pad_token"].iter().any(|name| text.contains(name))
-        {
-            let file = self.path.join("tokenizer_config.json");
-            tracing::warn!(model = self.slug, file = %file.display(), "the rule's chat template names special tokens: add the file");
-            return None;
-        }
-        Template::compile(text, &self.special_tokens, self.now)
-            .inspect_err(|error| tracing::warn!(model = self.slug, %error, "the rule's chat template is not used"))
+        let config = self.has_config.then_some(&self.special_tokens);
+        compile(text, config, self.now)
+            .inspect_err(|reason| tracing::warn!(model = self.slug, reason, "the rule's chat template is not used"))
             .ok()
     }
 
     fn is_rendered_in_code(&self) -> bool {
         RENDERED_IN_CODE.iter().all(|token| self.tokenizer.has_added_token(token))
     }
+}
+
+/// Compiles a template; without a configuration the special tokens are not known, and would print as nothing.
+fn compile(
+    text: &str,
+    special_tokens: Option<&BTreeMap<String, String>>,
+    now: fn() -> SystemTime,
+) -> Result<Template, String> {
+    const NAMES: [&str; 5] = ["bos_token", "eos_token", "unk_token", "pad_token", "image_token"];
+    if special_tokens.is_none()
+        && let Some(name) = NAMES.iter().find(|name| text.contains(**name))
+    {
+        return Err(format!("the chat template uses {name}, which only tokenizer_config.json tells: add that file"));
+    }
+    Template::compile(text, special_tokens.unwrap_or(&BTreeMap::new()), now).map_err(|e| e.to_string())
 }
 
 /// What is read from `tokenizer_config.json`.

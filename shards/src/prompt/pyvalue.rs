@@ -68,8 +68,12 @@ impl Object for PyDict {
         self.get(key.as_str()?).cloned()
     }
 
+    /// `dict.name`; `dict['name']` goes through [`Object::get_value`]. Python finds a dict's methods before its keys.
     fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
-        self.get(key).cloned()
+        match methods::DICT_METHODS.iter().find(|method| **method == key) {
+            Some(method) => Some(Value::from_object(BoundMethod { dict: Arc::clone(self), method })),
+            None => self.get(key).cloned(),
+        }
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
@@ -87,6 +91,27 @@ impl Object for PyDict {
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&repr(&Value::from_dyn_object(Arc::clone(self))))
+    }
+}
+
+/// A method of a dict that is not called at once: true, and without a text that could be predicted.
+#[derive(Debug)]
+struct BoundMethod {
+    dict: Arc<PyDict>,
+    method: &'static str,
+}
+
+impl Object for BoundMethod {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Plain
+    }
+
+    fn call(self: &Arc<Self>, state: &mut State, args: &[Value]) -> Result<Value, Error> {
+        methods::call(state, &Value::from_dyn_object(Arc::clone(&self.dict)), self.method, args)
+    }
+
+    fn render(self: &Arc<Self>, _: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Err(fmt::Error)
     }
 }
 

@@ -290,11 +290,12 @@ mod tests {
             ("{{ bos_token }}{{ eos_token }}", "<s>"),
             ("{{ x.none }} {{ x.t }} {{ x.f }} {{ x.i }}", "None True 1.0 3"),
             ("{{ x }}", "{'none': None, 't': True, 'f': 1.0, 'e': 1e-07, 'i': 3, 's': ' a<b ', 'items': [1, 'z']}"),
-            ("{{ 'v=' ~ x.e ~ x.items }}", "v=1e-07[1, 'z']"),
+            ("{{ 'v=' ~ x.e ~ x['items'] }}", "v=1e-07[1, 'z']"),
             (
                 "{{ x | tojson }}",
                 r#"{"none": null, "t": true, "f": 1.0, "e": 1e-07, "i": 3, "s": " a<b ", "items": [1, "z"]}"#,
             ),
+            ("{{ x['items'][1] }} {{ x.items.type is defined }}{% if x.items %} yes{% endif %}", "z False yes"),
             ("{% for k, v in x.items() %}{{ k }},{% endfor %}", "none,t,f,e,i,s,items,"),
             ("{{ x.s.strip() }}|{{ x.s | trim }}|{{ x.s.lstrip(' a') }}", "a<b|a<b|<b "),
             (

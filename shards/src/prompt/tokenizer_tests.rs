@@ -63,6 +63,11 @@ fn ids_are_those_of_the_reference() {
             assert_ids(&ids(&tokenizer, &text, false), without, &format!("{slug} string {place}"));
             checked += 2;
         }
+        for prompt in model["rendered_prompts"].as_array().unwrap() {
+            let got = ids(&tokenizer, prompt["text"].as_str().unwrap(), false);
+            assert_ids(&got, &prompt["without_special"], &format!("{slug} {}", prompt["prompt"]));
+            checked += 1;
+        }
         eprintln!("{slug}: {checked} encodings equal");
     }
 }

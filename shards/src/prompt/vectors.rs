@@ -1,14 +1,17 @@
-//! Chat templates of real models against what Python renders: one test over all recorded cases.
+//! Real templates, tokenizers and engines: what Python rendered, and what a running vLLM made of recorded requests.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use minijinja::Value;
 use serde_json::value::RawValue;
 
 use super::template::{Template, TemplateError};
-use super::{json, outside_data};
+use super::{Api, BodyView, Job, Model, ModelFiles, Step, chat, json, outside_data};
+use crate::block::{Chain, HashAlgo, NoneHash};
 use crate::prompt::pyvalue::PyDict;
+use crate::service::MissReason;
 
 #[derive(serde::Deserialize)]
 struct Vectors {
@@ -127,4 +130,68 @@ fn templates_render_as_python_renders_them() {
     eprintln!("chat templates: {exact} exact, {refused} refused, {wrong} wrong of {}", vectors.cases.len());
     assert_eq!(wrong, 0, "a wrong text is worse than none");
     assert!(exact * 200 >= vectors.cases.len() * 199, "fewer than 99.5 % exact");
+}
+
+/// Text and ids of a request, with a real model's files.
+fn ids_of(model: &Model, path: &str, body: &str) -> Result<Vec<u32>, MissReason> {
+    let view = BodyView::parse(body.as_bytes()).ok_or(MissReason::Tokenize)?;
+    let text = match Api::of("POST", path) {
+        Some(Api::ChatCompletions) => chat::render(&view, model.template(None, view.tools.is_some())?)?,
+        _ => json::leading_string(view.prompt.unwrap_or_default()).map_err(|_| MissReason::Tokenize)?.into_owned(),
+    };
+    let mut ids = Vec::new();
+    model.tokenizer().encode(&text, &mut Vec::new(), &mut ids).map_err(|_| MissReason::Tokenize)?;
+    Ok(ids)
+}
+
+#[test]
+fn recorded_requests_have_the_ids_of_the_engine() {
+    let test = "recorded_requests_have_the_ids_of_the_engine";
+    let Some(path) = outside_data::shared(test, "recordings/vllm_basic_sha256_cbor.json") else { return };
+    let Some(directory) = outside_data::tokenizer(test, "Qwen__Qwen3-0.6B") else { return };
+    let read = |file: &str| std::fs::read_to_string(directory.join(file)).unwrap();
+    let files = ModelFiles {
+        tokenizer: read("tokenizer.json"),
+        config: Some(read("tokenizer_config.json")),
+        ..ModelFiles::default()
+    };
+    let model = Arc::new(Model::load(&files, now).unwrap());
+    let recording: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let none_hash = NoneHash::from_seed(HashAlgo::Sha256Cbor, "0");
+    let (mut texts, mut chats, mut lists) = (0, 0, 0);
+    for step in recording["steps"].as_array().unwrap() {
+        // Steps of several requests have their ids in lists, and no single body.
+        let Some(ids) = step["prompt_token_ids"].as_array().filter(|ids| ids.iter().all(|id| id.is_u64())) else {
+            continue;
+        };
+        let ids: Vec<u32> = ids.iter().map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect();
+        let (path, body) = (step["request"]["path"].as_str().unwrap(), &step["request"]["body"]);
+        let text = body.to_string();
+        let api = Api::of("POST", path).unwrap();
+        let job = Job::new(api, text.as_bytes(), &model, None, HashAlgo::Sha256Cbor, &none_hash, 16);
+        if !body["cache_salt"].is_null() {
+            assert_eq!(job.unwrap_err(), MissReason::Tokenize);
+            continue;
+        }
+        let mut job = job.unwrap();
+        while job.step().unwrap() == Step::More {}
+        assert_eq!(job.prompt_tokens(), ids.len() as u64, "{}", step["name"]);
+        let mut chain = Chain::new(HashAlgo::Sha256Cbor, &none_hash);
+        let keys: Vec<_> = ids.chunks_exact(16).map(|block| chain.push(block)).collect();
+        assert_eq!(job.keys(), keys, "{}", step["name"]);
+        match (api, body["prompt"][0].is_number()) {
+            (Api::Completions, true) => lists += 1,
+            (Api::Completions, false) if body["prompt"].is_array() => texts += 1,
+            (Api::Completions, false) => {
+                assert_eq!(ids_of(&model, path, &text).unwrap(), ids, "{}", step["name"]);
+                texts += 1;
+            }
+            (Api::ChatCompletions, _) => {
+                assert_eq!(ids_of(&model, path, &text).unwrap(), ids, "{}", step["name"]);
+                chats += 1;
+            }
+        }
+    }
+    eprintln!("recorded requests: {texts} texts, {chats} chats, {lists} lists of ids");
+    assert!(texts >= 5 && chats >= 3 && lists >= 5);
 }

@@ -279,7 +279,10 @@ fn refusal_of(error: HeadError) -> Refusal {
 /// Whether an error of the connection itself, rather than of the peer, is to blame.
 #[must_use]
 pub fn is_ours(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM | libc::EADDRNOTAVAIL))
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM | libc::EADDRNOTAVAIL)
+    )
 }
 
 /// Resets a connection whatever is still to be sent. Dropping the halves alone would say FIN first, which ends an

@@ -229,8 +229,7 @@ impl Attempt<'_> {
         })?;
         self.request.bytes = bytes;
         // An endpoint that stopped reading may have answered all the same: what comes decides, not the write.
-        let begun =
-            relay::begin(client, &mut upstream, self.to_head, &proxy.limits, &proxy.buffers).await?;
+        let begun = relay::begin(client, &mut upstream, self.to_head, &proxy.limits, &proxy.buffers).await?;
         if endpoint.shared.connect_failures.load(Ordering::Relaxed) != 0 {
             endpoint.shared.connect_failures.store(0, Ordering::Relaxed);
         }

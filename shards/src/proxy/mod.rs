@@ -37,8 +37,8 @@ use client::{Buffers, Client, Incoming};
 use exchange::Next;
 use routes::Routes;
 use upstream::Pools;
-pub use watch::SWEEP_EVERY;
 use watch::Connections;
+pub use watch::SWEEP_EVERY;
 
 /// Everything the connections of one shard share; it never leaves the shard's thread.
 pub struct Proxy {

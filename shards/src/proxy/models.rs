@@ -169,7 +169,8 @@ async fn collect(local: &LocalService, authorization: &[u8]) -> Result<Rc<str>, 
 }
 
 fn request_to(address: SocketAddr, authorization: &[u8]) -> Vec<u8> {
-    let mut request = format!("GET /v1/models HTTP/1.1\r\nHost: {address}\r\nAccept: application/json\r\n").into_bytes();
+    let mut request =
+        format!("GET /v1/models HTTP/1.1\r\nHost: {address}\r\nAccept: application/json\r\n").into_bytes();
     if !authorization.is_empty() {
         request.extend_from_slice(b"Authorization: ");
         request.extend_from_slice(authorization);

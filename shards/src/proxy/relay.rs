@@ -71,8 +71,8 @@ pub async fn begin(
             Ok(0) | Err(_) if came => return Err(Fault::Malformed("the endpoint's answer ended inside its head")),
             Ok(0) | Err(_) => return Err(Fault::Died),
         }
-        while let Some(head) = response::parse(&buffer[HEADROOM..], searched, to_head)
-            .map_err(|error| Fault::Malformed(error.0))?
+        while let Some(head) =
+            response::parse(&buffer[HEADROOM..], searched, to_head).map_err(|error| Fault::Malformed(error.0))?
         {
             match head.status {
                 // Nobody asked for another protocol: the request's Upgrade was not passed on.
@@ -132,8 +132,8 @@ impl Passage {
 /// Passes the answer on, head first, to its end; says whether the endpoint's connection can serve again.
 ///
 /// # Errors
-/// [`Fault::Client`] or [`Fault::Broken`]; with the latter the client's connection has been dealt with and must be
-/// closed.
+/// [`Fault::Client`]; [`Fault::Malformed`] when nothing was passed on; [`Fault::Broken`], with which the client's
+/// connection has been dealt with and must be closed.
 pub async fn relay(
     client: &mut Client,
     upstream: &mut Upstream,
@@ -155,20 +155,22 @@ pub async fn relay(
     let added = if terms.close { CLOSE_LINE } else { b"" };
     let mut from = edit::edit_head(&mut buffer, HEADROOM, head.len, &head.dropped, added);
     let mut at = HEADROOM + head.len;
-    let mut passage = if decode {
-        Passage::Decoded(Dechunker::new(at))
-    } else {
-        Passage::AsIs(BodyTracker::new(head.body))
-    };
+    let mut passage =
+        if decode { Passage::Decoded(Dechunker::new(at)) } else { Passage::AsIs(BodyTracker::new(head.body)) };
     let until_close = head.body == ResponseBody::UntilClose;
+    let mut began = false;
     loop {
         let Ok(passed) = passage.pass(&mut buffer, at) else {
+            if !began {
+                return Err(Fault::Malformed("the chunks of the endpoint's answer are malformed"));
+            }
             end_broken(client, &passage, head.event_stream, limits).await;
             return Err(Fault::Broken);
         };
         if from < buffer.len() {
             buffer = client.write(buffer, from, limits.write_timeout).await.map_err(Fault::Client)?;
         }
+        began = true;
         if passed.done {
             buffers.give_back(buffer);
             return Ok(head.keep_alive && !passed.excess);

@@ -146,8 +146,7 @@ fn is_older(upstream: &Upstream, idle_max: Duration) -> bool {
 fn is_quiet(stream: &TcpStream) -> bool {
     let mut byte = 0_u8;
     // SAFETY: the descriptor is open as long as `stream` lives, and the kernel writes at most the one byte given.
-    let result = unsafe {
-        libc::recv(stream.as_raw_fd(), (&raw mut byte).cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT)
-    };
+    let result =
+        unsafe { libc::recv(stream.as_raw_fd(), (&raw mut byte).cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) };
     result < 0 && io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock
 }

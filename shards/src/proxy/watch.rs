@@ -179,7 +179,8 @@ impl Connections {
 
     fn close_longest_idle(&self) -> bool {
         let places = self.places.borrow();
-        let idle = places.iter().flatten().filter(|watch| watch.idle_since_ns.get() != 0 && watch.signal.get().is_none());
+        let idle =
+            places.iter().flatten().filter(|watch| watch.idle_since_ns.get() != 0 && watch.signal.get().is_none());
         match idle.min_by_key(|watch| watch.idle_since_ns.get()) {
             Some(watch) => {
                 watch.send(Interrupt::CloseIdle);

@@ -119,6 +119,8 @@ pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 pub struct Client {
     pub stream: TcpStream,
     buffer: Vec<u8>,
+    /// Writing to a peer that has left is no failure; so for engines.
+    forgiving: bool,
 }
 
 /// A message: its head as text, its body without chunks, and how it ended.
@@ -154,11 +156,12 @@ impl Client {
         stream.set_read_timeout(Some(PATIENCE)).expect("a time-out");
         stream.set_write_timeout(Some(PATIENCE)).expect("a time-out");
         stream.set_nodelay(true).expect("no delay");
-        Client { stream, buffer: Vec::new() }
+        Client { stream, buffer: Vec::new(), forgiving: false }
     }
 
     pub fn send(&mut self, bytes: impl AsRef<[u8]>) {
-        self.stream.write_all(bytes.as_ref()).expect("the peer takes bytes");
+        let sent = self.stream.write_all(bytes.as_ref());
+        assert!(self.forgiving || sent.is_ok(), "the peer takes bytes: {sent:?}");
     }
 
     /// Reads more; false at the end of the connection, however it came.
@@ -264,6 +267,8 @@ pub struct Engine {
     pub connections: Arc<AtomicUsize>,
     /// Connections whose peer has left.
     pub left: Arc<AtomicUsize>,
+    /// Connections closed by the handler's word.
+    pub closed: Arc<AtomicUsize>,
 }
 
 /// What a handler is given.
@@ -286,18 +291,21 @@ impl Engine {
             bodies: Arc::default(),
             connections: Arc::default(),
             left: Arc::default(),
+            closed: Arc::default(),
         };
         let (heads, bodies) = (Arc::clone(&engine.heads), Arc::clone(&engine.bodies));
         let (connections, left) = (Arc::clone(&engine.connections), Arc::clone(&engine.left));
+        let closed = Arc::clone(&engine.closed);
         let handler = Arc::new(handler);
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let Ok(stream) = stream else { return };
                 let connection = connections.fetch_add(1, Ordering::SeqCst);
                 let (heads, bodies, left) = (Arc::clone(&heads), Arc::clone(&bodies), Arc::clone(&left));
-                let handler = Arc::clone(&handler);
+                let (handler, closed) = (Arc::clone(&handler), Arc::clone(&closed));
                 std::thread::spawn(move || {
                     let mut client = Client::new(stream);
+                    client.forgiving = true;
                     for turn in 0.. {
                         let Some(request) = client.read_message() else {
                             left.fetch_add(1, Ordering::SeqCst);
@@ -306,6 +314,8 @@ impl Engine {
                         heads.lock().expect("no panic").push(request.head.clone());
                         bodies.lock().expect("no panic").push(request.body.clone());
                         if !handler(Served { client: &mut client, request, connection, turn }) {
+                            drop(client);
+                            closed.fetch_add(1, Ordering::SeqCst);
                             return;
                         }
                     }
@@ -330,7 +340,8 @@ pub fn answer(body: &str) -> String {
 }
 
 pub fn post(path: &str, body: &[u8]) -> Vec<u8> {
-    let mut request = format!("POST {path} HTTP/1.1\r\nHost: gateway\r\nContent-Length: {}\r\n\r\n", body.len()).into_bytes();
+    let mut request =
+        format!("POST {path} HTTP/1.1\r\nHost: gateway\r\nContent-Length: {}\r\n\r\n", body.len()).into_bytes();
     request.extend_from_slice(body);
     request
 }

@@ -1,0 +1,150 @@
+//! What is stored and what decides, all drawn from one seed.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use shards::block::{FIXED_SEED, HashAlgo, NoneHash};
+use shards::ids::{BlockKey, EndpointIndex, ServiceId, ShardId};
+use shards::inventory::{self, Run};
+use shards::load::{LoadSlot, LoadTable, Reservation};
+use shards::route::{Chooser, Decision, Evidence, Turn, decide};
+use shards::service::{Endpoint, EndpointShared, Engine, KvExact, Select, Service, ServiceShared};
+
+const BLOCK_TOKENS: u32 = 16;
+
+/// Splitmix64: one addition and two multiplications, any seed.
+pub struct Rng(u64);
+
+impl Rng {
+    pub fn new(seed: u64) -> Self {
+        Rng(seed)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut value = self.0;
+        value = (value ^ value >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        value = (value ^ value >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        value ^ value >> 31
+    }
+
+    pub fn below(&mut self, bound: usize) -> usize {
+        ((u128::from(self.next()) * bound as u128) >> 64) as usize
+    }
+}
+
+/// Sizes of a workload.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    pub blocks: usize,
+    pub chain_blocks: usize,
+    pub holders: usize,
+    pub endpoints: u16,
+    pub seed: u64,
+}
+
+/// One prompt and who holds how much of it.
+pub struct Chain {
+    pub keys: Vec<BlockKey>,
+    /// Endpoint and blocks from block 0, at least 1.
+    pub held: Vec<(u16, usize)>,
+}
+
+pub struct Workload {
+    pub shape: Shape,
+    pub chains: Vec<Chain>,
+}
+
+impl Workload {
+    pub fn new(shape: &Shape) -> Self {
+        let mut rng = Rng::new(shape.seed);
+        let mut endpoints: Vec<u16> = (0..shape.endpoints).collect();
+        let chains = (0..shape.blocks.div_ceil(shape.chain_blocks)).map(|_| {
+            let keys = (0..shape.chain_blocks).map(|_| BlockKey(rng.next())).collect();
+            let holders = shape.holders.min(endpoints.len());
+            let held = (0..holders).map(|place| {
+                let other = place + rng.below(endpoints.len() - place);
+                endpoints.swap(place, other);
+                let whole = place <= holders / 4;
+                let blocks = if whole { shape.chain_blocks } else { 1 + rng.below(shape.chain_blocks) };
+                (endpoints[place], blocks)
+            });
+            let held = held.collect();
+            Chain { keys, held }
+        });
+        Workload { shape: shape.clone(), chains: chains.collect() }
+    }
+
+    pub fn blocks(&self) -> usize {
+        self.chains.len() * self.shape.chain_blocks
+    }
+
+    pub fn pairs(&self) -> usize {
+        self.chains.iter().flat_map(|chain| &chain.held).map(|(_, blocks)| blocks).sum()
+    }
+}
+
+/// A service with all of mode 3's defaults, its endpoints warm and differently loaded.
+pub struct Decider {
+    service: Service,
+    loads: Arc<LoadTable>,
+    turn: Turn,
+    _in_flight: Vec<Reservation>,
+}
+
+impl Decider {
+    pub fn new(endpoints: u16, seed: u64) -> Self {
+        let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
+        let algo = HashAlgo::Sha256Cbor;
+        let kv = KvExact {
+            block_tokens: BLOCK_TOKENS,
+            algo,
+            none_hash: NoneHash::from_seed(algo, FIXED_SEED),
+            chat_template: None,
+            min_match_tokens: 16,
+            spill_relief: true,
+            mean_load_factor: 175,
+            seed_every: 16,
+            seed_min_blocks: 16,
+            inventory,
+        };
+        let service = Service {
+            id: ServiceId(0),
+            name: "bench".into(),
+            listen: ([127, 0, 0, 1], 8_000).into(),
+            host: None,
+            path: None,
+            model: None,
+            select: Select::RoundRobin,
+            engine: Engine::Vllm,
+            kv: Some(kv),
+            endpoints: (0..endpoints).map(endpoint).collect(),
+            shared: Arc::new(ServiceShared::new(1)),
+        };
+        let loads = Arc::new(LoadTable::new(1, usize::from(endpoints)));
+        let mut rng = Rng::new(seed ^ 0x10ad);
+        let in_flight = (0..u32::from(endpoints) * 4)
+            .map(|_| loads.reserve(ShardId(0), LoadSlot(rng.below(usize::from(endpoints)) as u32)))
+            .collect();
+        Decider { service, loads, turn: Turn::starting_at(ShardId(0)), _in_flight: in_flight }
+    }
+
+    pub fn decide(&mut self, blocks: usize, runs: &[Run]) -> Option<Decision> {
+        let mut chooser = Chooser { shard: ShardId(0), loads: &self.loads, turn: &mut self.turn };
+        let prompt_tokens = blocks as u64 * u64::from(BLOCK_TOKENS) + 1;
+        decide(&self.service, Evidence::Scored { prompt_tokens, runs }, &[], &mut chooser)
+    }
+}
+
+fn endpoint(index: u16) -> Endpoint {
+    let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 1);
+    shared.kv_blocks.store(1_000, Ordering::Relaxed);
+    Endpoint {
+        address: ([127, 0, 0, 1], 9_000).into(),
+        dns_name: None,
+        weight: 1,
+        backup: false,
+        retired: false,
+        shared: Arc::new(shared),
+    }
+}
