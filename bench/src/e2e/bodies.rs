@@ -1,6 +1,6 @@
 //! The requests: one of 64 warm conversations plus a new last message.
 
-use loadgen::workload::Random;
+use loadgen::workload::{Random, words};
 use serde_json::{Value, json};
 
 /// Conversations of each size.
@@ -89,12 +89,7 @@ fn message(place: usize, text: String) -> Value {
 
 /// That many bytes of words; nothing in them needs an escape.
 fn text(random: &mut Random, bytes: usize) -> String {
-    const SYLLABLES: [&str; 16] =
-        ["ra", "tion", "ing", "es", "com", "the ", "er ", "al", "pre", "to ", "in", "de", "ma", "of ", "and ", "st"];
-    let mut text = String::with_capacity(bytes + 4);
-    while text.len() < bytes {
-        text.push_str(SYLLABLES[random.below(SYLLABLES.len())]);
-    }
+    let mut text = words::text_of_bytes(random, bytes);
     text.truncate(bytes);
     text
 }

@@ -3,7 +3,7 @@
 
 mod chat;
 mod random;
-pub(crate) mod words;
+pub mod words;
 
 use std::sync::Arc;
 

@@ -60,6 +60,16 @@ pub(crate) fn append(text: &mut String, random: &mut Random, words: usize) {
     }
 }
 
+/// A text of that many bytes or a sentence more, of ASCII letters, spaces and full stops.
+#[must_use]
+pub fn text_of_bytes(random: &mut Random, bytes: usize) -> String {
+    let mut text = String::with_capacity(bytes + 16);
+    while text.len() < bytes {
+        append(&mut text, random, 12);
+    }
+    text
+}
+
 /// A text of about that many tokens.
 pub(crate) fn text(random: &mut Random, tokens: usize) -> String {
     let mut text = String::new();
