@@ -8,6 +8,7 @@ pub mod cli;
 pub mod config;
 pub mod cores;
 pub mod fields;
+pub mod hash_command;
 pub mod health;
 pub mod ingest;
 pub mod models;

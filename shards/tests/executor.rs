@@ -171,6 +171,7 @@ fn between_any_two_slices_the_driver_is_visited_and_others_are_served() {
     for rung in RUNGS {
         let (near, mut far) = pair();
         far.set_read_timeout(Some(PATIENCE)).expect("a time-out");
+        let hang_up = far.try_clone().expect("a handle");
         let echo = std::thread::spawn(move || {
             let mut echoes = 0;
             let mut byte = [1];
@@ -221,6 +222,7 @@ fn between_any_two_slices_the_driver_is_visited_and_others_are_served() {
             }
             (slices.get(), unvisited.get(), ticks)
         });
+        hang_up.shutdown(std::net::Shutdown::Both).expect("still connected");
         let echoes = echo.join().expect("the echo ends");
         eprintln!(
             "{rung:?}: {slices} slices, {unvisited} without a visit before; {echoes} echoes, {ticks} ticks; \

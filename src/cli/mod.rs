@@ -1,4 +1,4 @@
-//! The command line: `kvlane serve` and `kvlane check`.
+//! The command line: `kvlane serve`, `kvlane check` and `kvlane hash`.
 //!
 //! Exit codes: 0 = it went right, 1 = the answer is "no" (a file with problems, a gateway that cannot start),
 //! 2 = the command itself was wrong.
@@ -14,6 +14,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::fields::Problem;
+use crate::hash_command::{self, HashArgs, HashError};
 use crate::rules::KvDefaults;
 
 pub use serve::{Ready, run};
@@ -42,6 +43,8 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Print the block keys of token ids by an engine's contract; the ids come as a JSON array on standard input.
+    Hash(HashArgs),
 }
 
 /// How a command ended.
@@ -59,6 +62,7 @@ pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
         Ok(arguments) => match arguments.command {
             Command::Serve { config } => serve::serve(config.as_deref()),
             Command::Check { file, json } => check::check(&file, json),
+            Command::Hash(arguments) => hash(&arguments),
         },
         Err(error) => {
             // Help and version come this way too; if they cannot be printed there is nobody to tell.
@@ -67,6 +71,16 @@ pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
         }
     };
     ExitCode::from(outcome as u8)
+}
+
+fn hash(arguments: &HashArgs) -> Outcome {
+    match hash_command::run(arguments, std::io::stdin().lock(), std::io::stdout().lock()) {
+        Ok(()) => Outcome::Right,
+        Err(error) => {
+            eprintln!("kvlane hash: {error}");
+            if matches!(error, HashError::Io(_)) { Outcome::No } else { Outcome::Usage }
+        }
+    }
 }
 
 /// The environment's defaults of rules.

@@ -26,7 +26,7 @@
 //!
 //! **Limits.** Batches that arrive during a replay are kept up to [`HELD_BYTES_MAX`] and [`HELD_BATCHES_MAX`]; what
 //! comes then is not kept, counted, and found again as a gap. A replay that makes no progress [`FRUITLESS_MAX`]
-//! times in a row has failed, and no other is tried before the next connection.
+//! times in a row has failed; the next is tried at the next gap, restart or connection.
 
 #![forbid(unsafe_code)]
 
@@ -127,8 +127,10 @@ pub(crate) struct Stream {
     nothing_sent: bool,
     /// There is a replay address.
     has_replay: bool,
-    /// A replay failed on this connection.
-    replay_failed: bool,
+    /// A replay has just failed: what was kept meanwhile is taken as it is.
+    giving_up: bool,
+    /// Replays in a row that ended well and brought nothing, with no live batch in sequence between them.
+    barren: u8,
     ever_connected: bool,
     held: VecDeque<(u64, Vec<u8>)>,
     held_bytes: usize,
@@ -145,7 +147,8 @@ impl Stream {
             replayed: None,
             nothing_sent: false,
             has_replay,
-            replay_failed: false,
+            giving_up: false,
+            barren: 0,
             ever_connected: false,
             held: VecDeque::new(),
             held_bytes: 0,
@@ -188,7 +191,6 @@ impl Stream {
         self.tally.reconnects += u64::from(std::mem::replace(&mut self.ever_connected, true));
         self.live = None;
         self.replayed = None;
-        self.replay_failed = false;
         self.nothing_sent = false;
         match (self.has_replay, self.last) {
             (true, last) => {
@@ -247,7 +249,8 @@ impl Stream {
     fn gap(&mut self, seq: u64, last: Option<u64>, payload: &[u8], act: &mut impl FnMut(Action<'_>)) {
         self.tally.gaps += 1;
         if self.may_replay() {
-            self.request(last, Request::FIRST, act);
+            let returning = self.phase == Phase::Unproven;
+            self.request(last, Request { returning, ..Request::FIRST }, act);
             self.hold(seq, payload);
         } else {
             self.tally.incomplete += 1;
@@ -305,7 +308,11 @@ impl Stream {
             self.replayed = self.last_seq();
             self.nothing_sent = self.last.is_none() && self.held.is_empty();
             self.phase = Phase::Live;
+            // An engine whose replays never reach what it sent live would be asked for ever.
+            self.barren = if request.progress { 0 } else { self.barren.saturating_add(1) };
+            self.giving_up = self.barren >= FRUITLESS_MAX;
             self.feed_held(act);
+            self.giving_up = false;
         }
     }
 
@@ -319,13 +326,14 @@ impl Stream {
     /// Nothing answers at the replay address.
     pub(crate) fn replay_failed(&mut self, act: &mut impl FnMut(Action<'_>)) {
         let Phase::Replaying(request) = self.phase else { return };
-        self.replay_failed = true;
         self.tally.incomplete += 1;
         act(Action::StopReplay);
         let unproven = request.returning && !request.proven;
         self.phase = if unproven { Phase::Unproven } else { Phase::Live };
         self.replayed = if unproven { None } else { self.last_seq() };
+        self.giving_up = true;
         self.feed_held(act);
+        self.giving_up = false;
     }
 
     fn again(&mut self, before: Request, act: &mut impl FnMut(Action<'_>)) {
@@ -338,7 +346,7 @@ impl Stream {
     }
 
     fn may_replay(&self) -> bool {
-        self.has_replay && !self.replay_failed && self.phase != Phase::Down
+        self.has_replay && !self.giving_up && self.phase != Phase::Down
     }
 
     fn request(&mut self, from: Option<u64>, request: Request, act: &mut impl FnMut(Action<'_>)) {
@@ -355,6 +363,7 @@ impl Stream {
 
     fn accept(&mut self, seq: u64, payload: &[u8], act: &mut impl FnMut(Action<'_>)) {
         self.last = Some((seq, Print::of(payload)));
+        self.barren = 0;
         self.proven();
         act(Action::Apply(seq, payload));
     }

@@ -91,8 +91,8 @@ fn a_late_joiner_gets_the_history_first() {
 fn without_an_answer_the_live_batches_are_applied() {
     check(true, &[Connected, Live(4, "a"), Failed, Live(5, "b")], "ask0 stop a b", true);
     check(true, &[Connected, Live(4, "a"), TimedOut, TimedOut], "ask0 ask0 stop a", true);
-    // A later gap does not ask again on this connection, the next connection does.
-    check(true, &[Connected, Failed, Live(0, "a"), Live(2, "b")], "ask0 stop a clear b", true);
+    // A later gap asks again, and is a gap if that fails too.
+    check(true, &[Connected, Failed, Live(0, "a"), Live(2, "b"), Failed], "ask0 stop a ask0 stop clear b", true);
     check(true, &[Connected, Failed, Live(0, "a"), Lost, Connected], "ask0 stop a ask0", false);
     // Back without replay: the first batch decides.
     check(true, &[Connected, Failed, Live(0, "a"), Lost, Connected, Failed], "ask0 stop a ask0 stop", false);
@@ -102,6 +102,9 @@ fn without_an_answer_the_live_batches_are_applied() {
         "ask0 stop a ask0 stop b",
         true,
     );
+    let gap = [Connected, Failed, Live(0, "a"), Lost, Connected, Failed, Live(4, "e")];
+    check(true, &gap, "ask0 stop a ask0 stop ask0", false);
+    check(true, &[&gap[..], &[Failed]].concat(), "ask0 stop a ask0 stop ask0 stop clear e", true);
 }
 
 const UP: [In; 4] = [Connected, Ended, Live(0, "a"), Live(1, "b")];
@@ -128,6 +131,17 @@ fn a_gap_is_filled_by_replay() {
     // No answer: clear, and go on from the batch behind the gap.
     check(true, &[&gap[..], &[Failed]].concat(), "ask0 stop a b ask1 stop clear e", true);
     check(true, &[&gap[..], &[Lost]].concat(), "ask0 stop a b ask1 stop", false);
+}
+
+#[test]
+fn an_engine_whose_replay_lags_behind_its_live_stream_is_not_asked_for_ever() {
+    let lagging = [Live(4, "e"), Replayed(1, "b"), Ended];
+    check(
+        true,
+        &[&UP[..], &lagging, &[Replayed(1, "b"), Ended]].concat(),
+        "ask0 stop a b ask1 stop ask1 stop clear e",
+        true,
+    );
 }
 
 #[test]

@@ -20,8 +20,8 @@ use crate::service::{PathMatch, Service, Tables};
 pub struct LocalService {
     /// The service.
     pub service: Arc<Service>,
-    /// Round-robin position of this shard, kept over updates.
-    pub turn: RefCell<Turn>,
+    /// Whose turn it is on this shard, kept over updates.
+    pub turn: Rc<RefCell<Turn>>,
     /// Reading end of the inventory, where the service routes by KV cache.
     pub reader: Option<Reader>,
     /// Idle upstream connections, by endpoint.
@@ -113,12 +113,12 @@ impl Routes {
     /// Compiles tables for a shard, taking over from `before` what outlives them.
     #[must_use]
     pub fn compile(tables: &Tables, before: &Routes, shard: ShardId, pools: &Pools) -> Self {
-        let mut turns: HashMap<ServiceId, Turn> =
-            before.services().map(|local| (local.service.id, local.turn.take())).collect();
-        let mut local = |service: Arc<Service>| {
-            let turn = turns.remove(&service.id).unwrap_or_else(|| Turn::starting_at(shard));
+        let turns: HashMap<ServiceId, &Rc<RefCell<Turn>>> =
+            before.services().map(|local| (local.service.id, &local.turn)).collect();
+        let local = |service: Arc<Service>| {
+            let turn = turns.get(&service.id).map(|turn| Rc::clone(turn));
             Rc::new(LocalService {
-                turn: RefCell::new(turn),
+                turn: turn.unwrap_or_else(|| Rc::new(RefCell::new(Turn::starting_at(shard)))),
                 reader: service.kv.as_ref().map(|kv| kv.inventory.reader()),
                 pools: service.endpoints.iter().map(|endpoint| pools.of(endpoint.address)).collect(),
                 models: ModelsCache::default(),
@@ -127,7 +127,7 @@ impl Routes {
         };
         let by_address = tables.by_address().into_iter();
         Routes {
-            by_address: by_address.map(|(at, services)| (at, services.into_iter().map(&mut local).collect())).collect(),
+            by_address: by_address.map(|(at, services)| (at, services.into_iter().map(local).collect())).collect(),
             models: Arc::clone(&tables.models),
         }
     }

@@ -57,12 +57,7 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
     }
 }
 
-fn begin<'a>(
-    api: Api,
-    kv: &KvExact,
-    models: &ModelTable,
-    request: &'a RequestView<'_>,
-) -> Result<Job<'a>, MissReason> {
+fn begin<'a>(api: Api, kv: &KvExact, models: &ModelTable, request: &'a RequestView<'_>) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
     let body = request.body().ok_or(MissReason::Tokenize)?;
     let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;

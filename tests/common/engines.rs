@@ -1,0 +1,146 @@
+//! Stand-ins for engines: an HTTP server that notes what it gets, and a ZMQ publisher for recorded frames.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+
+/// A request as it arrived.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    /// Method and path, as in the request line.
+    pub line: String,
+    /// Header lines in order.
+    pub headers: Vec<String>,
+    /// Body, chunk framing removed.
+    pub body: Vec<u8>,
+}
+
+/// An HTTP server that answers every request with 200 and a small JSON object, and notes all but health probes.
+pub struct StubEngine {
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// A port for its events that nothing is bound to: it has none.
+    pub event_port: u16,
+    seen: Arc<Mutex<Vec<Seen>>>,
+}
+
+impl StubEngine {
+    /// Starts on a free port; its threads end with the process.
+    pub fn start() -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
+        let address = listener.local_addr().expect("a bound socket has an address");
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let notes = Arc::clone(&seen);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let notes = Arc::clone(&notes);
+                std::thread::spawn(move || serve(stream, &notes));
+            }
+        });
+        StubEngine { address, event_port: super::free_port(), seen }
+    }
+
+    /// What has arrived so far.
+    pub fn seen(&self) -> Vec<Seen> {
+        self.seen.lock().expect("no holder panics").clone()
+    }
+}
+
+fn serve(stream: TcpStream, notes: &Mutex<Vec<Seen>>) -> Option<()> {
+    let mut writer = stream.try_clone().ok()?;
+    let mut reader = BufReader::new(stream);
+    loop {
+        let seen = read_request(&mut reader)?;
+        let body = if seen.line.starts_with("GET /v1/models") {
+            r#"{"object":"list","data":[]}"#
+        } else {
+            r#"{"object":"text_completion","choices":[]}"#
+        };
+        if !seen.line.starts_with("GET /health") {
+            notes.lock().ok()?.push(seen);
+        }
+        let head =
+            format!("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n", body.len());
+        writer.write_all(head.as_bytes()).ok()?;
+        writer.write_all(body.as_bytes()).ok()?;
+    }
+}
+
+fn read_request(reader: &mut BufReader<TcpStream>) -> Option<Seen> {
+    let line = read_line(reader)?;
+    let mut headers = Vec::new();
+    loop {
+        let header = read_line(reader)?;
+        if header.is_empty() {
+            break;
+        }
+        headers.push(header);
+    }
+    let value_of = |name: &str| {
+        headers.iter().find_map(|h| {
+            let (n, v) = h.split_once(':')?;
+            n.eq_ignore_ascii_case(name).then(|| v.trim().to_owned())
+        })
+    };
+    let mut body = Vec::new();
+    if value_of("transfer-encoding").is_some_and(|v| v.eq_ignore_ascii_case("chunked")) {
+        loop {
+            let size = usize::from_str_radix(read_line(reader)?.trim(), 16).ok()?;
+            let start = body.len();
+            body.resize(start + size, 0);
+            reader.read_exact(&mut body[start..]).ok()?;
+            read_line(reader)?;
+            if size == 0 {
+                break;
+            }
+        }
+    } else if let Some(length) = value_of("content-length").and_then(|v| v.parse().ok()) {
+        body.resize(length, 0);
+        reader.read_exact(&mut body).ok()?;
+    }
+    Some(Seen { line, headers, body })
+}
+
+fn read_line(reader: &mut BufReader<TcpStream>) -> Option<String> {
+    let mut line = String::new();
+    (reader.read_line(&mut line).ok()? > 0).then(|| line.trim_end_matches(['\r', '\n']).to_owned())
+}
+
+/// A ZMQ PUB socket that sends frames as they were recorded.
+pub struct Publisher {
+    socket: zmq::Socket,
+    _context: zmq::Context,
+    /// Its port on 127.0.0.1.
+    pub port: u16,
+}
+
+impl Publisher {
+    /// Binds a free port.
+    pub fn start() -> Self {
+        let context = zmq::Context::new();
+        let socket = context.socket(zmq::XPUB).expect("a fresh context has room for a socket");
+        socket.set_linger(0).expect("linger is an option of every socket");
+        socket.bind("tcp://127.0.0.1:*").expect("loopback has a free port");
+        let endpoint = socket.get_last_endpoint().expect("a bound socket has an endpoint").expect("it is text");
+        let port = endpoint.rsplit(':').next().and_then(|p| p.parse().ok()).expect("the endpoint ends in a port");
+        Publisher { socket, _context: context, port }
+    }
+
+    /// Waits until someone subscribed (an XPUB socket is told).
+    pub fn wait_for_subscriber(&self) {
+        self.socket.set_rcvtimeo(super::PATIENCE.as_millis() as i32).expect("a time-out is an option");
+        let message = self.socket.recv_bytes(0).expect("a subscriber comes");
+        assert_eq!(message.first(), Some(&1), "the message is a subscription");
+    }
+
+    /// Sends one message.
+    pub fn send(&self, frames: &[Vec<u8>]) {
+        self.socket.send_multipart(frames, 0).expect("a bound PUB socket takes messages");
+    }
+}
+
+/// Bytes of a hex string.
+pub fn unhex(text: &str) -> Vec<u8> {
+    assert!(text.len() % 2 == 0, "hex has two digits a byte: {text:?}");
+    (0..text.len()).step_by(2).map(|i| u8::from_str_radix(&text[i..i + 2], 16).expect("hex digits")).collect()
+}

@@ -1,0 +1,89 @@
+//! What every whole-process test needs: a gateway process, a blocking HTTP client, a ZMQ publisher, waiting with a
+//! deadline. Everything is on loopback and ends with the test.
+#![allow(dead_code)] // each test binary uses a part of it
+
+pub mod client;
+pub mod engines;
+pub mod gateway;
+pub mod seccomp;
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Longest wait for something that must happen; never the measure of a test, only the end of a failed one.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Polls until `probe` yields a value.
+///
+/// # Panics
+/// With `what` when it has not within [`PATIENCE`].
+pub fn wait_for<T>(what: &str, mut probe: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(value) = probe() {
+            return value;
+        }
+        assert!(Instant::now() < deadline, "waited {PATIENCE:?} in vain: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A TCP port of 127.0.0.1 that was free a moment ago.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
+    listener.local_addr().expect("a bound socket has an address").port()
+}
+
+/// An address of 127.0.0.1 that was free a moment ago.
+pub fn free_address() -> SocketAddr {
+    (Ipv4Addr::LOCALHOST, free_port()).into()
+}
+
+/// The directory with recordings, vectors and traces that may not be copied into the repository.
+pub fn shared_dir() -> PathBuf {
+    std::env::var_os("KVLANE_SHARED")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../shared"), PathBuf::from)
+}
+
+/// The directory with real tokenizers, filled by `.ci/tokenizers`.
+pub fn tokenizers_dir() -> PathBuf {
+    std::env::var_os("KVLANE_TOKENIZERS")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("target/tokenizers"), PathBuf::from)
+}
+
+/// The path, or none with a line that names the skipped test; in CI an absent path fails.
+pub fn required(test: &str, path: PathBuf) -> Option<PathBuf> {
+    if path.exists() {
+        return Some(path);
+    }
+    assert!(std::env::var_os("CI").is_none(), "{test}: {} is absent, and CI must have it", path.display());
+    eprintln!("skipped: {test}: {} is absent", path.display());
+    None
+}
+
+/// A directory of this test, removed when dropped.
+pub struct Scratch(PathBuf);
+
+impl Scratch {
+    /// A fresh directory.
+    pub fn new(name: &str) -> Self {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("kvlane-{name}-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&path).expect("the temporary directory is writable");
+        Scratch(path)
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &std::path::Path {
+        &self.0
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
