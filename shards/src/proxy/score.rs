@@ -3,7 +3,7 @@
 
 use crate::executor::Ticket;
 use crate::inventory::{Reader, Run, Walk};
-use crate::prompt::{Api, Job, Lookup, ModelTable, Step};
+use crate::prompt::{Api, BodyView, Job, Lookup, ModelTable, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason};
 
@@ -42,7 +42,10 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
     let ticket = ticket.take().await;
-    let job = match begin(api, kv, models, request) {
+    // The whole body is looked through here, the whole chat rendered below; each is a slice of its own.
+    let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
+    ticket.breathe().await;
+    let job = match begin(api, kv, models, body, request) {
         Ok(job) => job,
         Err(reason) => return Score::Miss(reason),
     };
@@ -57,13 +60,17 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
     }
 }
 
-fn begin<'a>(api: Api, kv: &KvExact, models: &ModelTable, request: &'a RequestView<'_>) -> Result<Job<'a>, MissReason> {
+fn begin<'a>(
+    api: Api,
+    kv: &KvExact,
+    models: &ModelTable,
+    body: &BodyView<'a>,
+    request: &RequestView<'_>,
+) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
-    let body = request.body().ok_or(MissReason::Tokenize)?;
     let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
     let Lookup::Ready(model) = models.lookup(model) else { return Err(MissReason::Tokenizer) };
-    let template = kv.chat_template.as_ref();
-    Job::new(api, request.body_bytes(), model, template, kv.algo, &kv.none_hash, kv.block_tokens)
+    Job::of_view(api, body, model, kv.chat_template.as_ref(), kv.algo, &kv.none_hash, kv.block_tokens)
 }
 
 struct Work<'a> {
