@@ -21,12 +21,15 @@ const SECOND_DRAIN: Duration = Duration::from_millis(5);
 pub async fn carry_out(shared: &Arc<Shared>, fault: &Fault) -> Result<(), String> {
     let options = shared.options();
     match fault {
-        Fault::BlockSize(size) => reconfigure(shared, |options| options.block_size = *size).await,
-        Fault::Seed(seed) => reconfigure(shared, |options| options.seed.clone_from(seed)).await,
-        Fault::Algorithm(algo) if options.kind == EngineKind::Vllm => {
-            reconfigure(shared, |options| options.algo = *algo).await
+        fault if options.kind == EngineKind::Llamacpp && is_about_events(fault) => {
+            Err("llama.cpp tells no events".to_owned())
         }
-        Fault::Algorithm(_) => Err("only vLLM has algorithms to choose from".to_owned()),
+        Fault::BlockSize(size) => reconfigure(shared, |options| options.block_size = *size).await,
+        Fault::Seed(_) | Fault::Algorithm(_) if options.kind != EngineKind::Vllm => {
+            Err("only vLLM has a seed and a choice of algorithms".to_owned())
+        }
+        Fault::Seed(seed) => reconfigure(shared, |options| options.seed.clone_from(seed)).await,
+        Fault::Algorithm(algo) => reconfigure(shared, |options| options.algo = *algo).await,
         Fault::Template(source) => shared.text().with_template(source).map(|text| shared.set_text(text)),
         Fault::Model(name) => {
             shared.set_options(EngineOptions { model: name.clone(), ..(*options).clone() });
@@ -50,6 +53,19 @@ pub async fn carry_out(shared: &Arc<Shared>, fault: &Fault) -> Result<(), String
         | Fault::PhantomClear { rank }
         | Fault::Huge { rank, .. } => at_ranks(shared, *rank, fault).await,
     }
+}
+
+/// Whether a fault makes no sense without events.
+fn is_about_events(fault: &Fault) -> bool {
+    matches!(
+        fault,
+        Fault::Drop { .. }
+            | Fault::Silence { .. }
+            | Fault::Malformed { .. }
+            | Fault::PhantomClear { .. }
+            | Fault::Huge { .. }
+            | Fault::SecondDrainer(_)
+    )
 }
 
 /// Changes options that enter hashes: every rank starts over with them.

@@ -250,3 +250,39 @@ fn a_fault_may_be_one_rank_s() {
     assert_eq!(engine.cached_keys_of(1).map(|keys| keys.len()), Some(0));
     assert!(refused(&engine, json!({"fault": "restart", "rank": 2})).contains("there are 2"));
 }
+
+#[test]
+fn what_a_kind_cannot_suffer_is_refused() {
+    for (kind, fault, named) in [
+        (EngineKind::Llamacpp, "silence", "no events"),
+        (EngineKind::Sglang, "seed", "only vLLM"),
+        (EngineKind::Trtllm, "clear", "no event"),
+        (EngineKind::Vllm, "second_drainer", "only TensorRT-LLM"),
+    ] {
+        let engine = start(|options| options.kind = kind);
+        let value = if fault == "seed" { json!("7") } else { Value::Null };
+        assert!(refused(&engine, json!({"fault": fault, "value": value})).contains(named), "{fault}");
+    }
+}
+
+#[test]
+fn dropped_events_of_the_drain_are_a_gap_in_their_numbers() {
+    let engine = start(|options| options.kind = EngineKind::Trtllm);
+    let ids = |engine: &EngineHandle| {
+        let events = post(engine, "/kv_cache_events", json!({}));
+        let ids = events.as_array().expect("a list").iter().filter_map(|event| event["event_id"].as_u64());
+        ids.collect::<Vec<_>>()
+    };
+    assert_eq!(ids(&engine), [0]);
+    order(&engine, json!({"fault": "drop"}));
+    prompt(&engine, 1);
+    prompt(&engine, 2);
+    assert!(ids(&engine)[0] > 1, "the first prompt's events are missing");
+    order(&engine, json!({"fault": "restart"}));
+    assert_eq!(ids(&engine), [0], "a new process tells its pool first");
+    order(&engine, json!({"fault": "malformed"}));
+    prompt(&engine, 3);
+    let events = post(&engine, "/kv_cache_events", json!({}));
+    let odd = events.as_array().expect("a list").iter().filter(|event| event["data"]["blocks"].is_string());
+    assert_eq!(odd.count(), 1);
+}

@@ -67,6 +67,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::oneshot;
 
 pub use fault::{Fault, Health};
@@ -187,15 +188,7 @@ fn start_one(
     let drain = (options.kind == EngineKind::Trtllm)
         .then(|| Drain::new(options.trtllm_release, options.dp, options.event_buffer));
     let first = publishers.first().map(|(_, bound)| *bound);
-    let mut publishers: Vec<_> = publishers.into_iter().map(Some).collect();
-    publishers.resize_with(usize::from(options.dp), || None);
-    let (mut links, mut ends) = (Vec::new(), Vec::new());
-    for published in publishers {
-        let (commands, inbox) = tokio::sync::mpsc::unbounded_channel();
-        let (publisher, bound) = published.unzip();
-        links.push(RankLink { commands, open: AtomicUsize::new(0), scheduled: Mutex::default(), bound });
-        ends.push((publisher, inbox));
-    }
+    let (links, ends) = link(publishers, options.dp);
     let faults = options.faults.clone();
     let mut shared = Shared::new(options, text, links, drain);
     shared.counters.lost_batches = lost;
@@ -231,6 +224,22 @@ fn start_one(
     let event_addr = first.and_then(|bound| bound.events);
     let replay_addr = first.and_then(|bound| bound.replay);
     Ok(EngineHandle { http_addr, event_addr, replay_addr, shared, stop: Some(stop), thread: Some(thread) })
+}
+
+/// A rank's end of what [`RankLink`] is the other end of.
+type RankEnd = (Option<Publisher>, UnboundedReceiver<Command>);
+
+/// Connects `ranks` ranks with the rest of the engine; kinds that do not publish have no publishers.
+fn link(publishers: Vec<(Publisher, BoundAddresses)>, ranks: u16) -> (Vec<RankLink>, Vec<RankEnd>) {
+    let mut publishers: Vec<_> = publishers.into_iter().map(Some).collect();
+    publishers.resize_with(usize::from(ranks), || None);
+    let pair = |published: Option<(Publisher, BoundAddresses)>| {
+        let (commands, inbox) = unbounded_channel();
+        let (publisher, bound) = published.unzip();
+        let link = RankLink { commands, open: AtomicUsize::new(0), scheduled: Mutex::default(), bound };
+        (link, (publisher, inbox))
+    };
+    publishers.into_iter().map(pair).unzip()
 }
 
 /// The publishers of all ranks, with their ports one after the other; none for kinds that do not publish.
