@@ -171,25 +171,25 @@ impl PagedCache {
     /// digests that are held already are replaced by those that hold them.
     pub fn store(&mut self, pages: &mut [Page], run: &Run) {
         assert_eq!(pages.len(), run.digests.len(), "one digest a block");
-        let mut from = 0;
-        for place in 0..pages.len() {
-            let held = self.held.get(&run.digests[place]).filter(|_| self.unique).map(|found| found[0]);
-            if let Some(held) = held {
+        let (count, mut from) = (pages.len(), 0);
+        for (place, page) in pages.iter_mut().enumerate() {
+            let digest = run.digests[place];
+            if let Some(held) = self.held.get(&digest).filter(|_| self.unique).map(|found| found[0]) {
                 self.announce(run, from, place);
                 from = place + 1;
-                if held != pages[place] {
+                if held != *page {
                     self.hold(&[held]);
-                    self.release(&[std::mem::replace(&mut pages[place], held)]);
+                    self.release(&[std::mem::replace(page, held)]);
                 }
                 continue;
             }
-            self.forget(pages[place]);
-            let block = &mut self.blocks[pages[place].0];
+            self.forget(*page);
+            let block = &mut self.blocks[page.0];
             debug_assert!(block.users > 0, "a block is stored by its user");
-            block.digest = Some(run.digests[place]);
-            self.held.entry(run.digests[place]).or_default().push(pages[place]);
+            block.digest = Some(digest);
+            self.held.entry(digest).or_default().push(*page);
         }
-        self.announce(run, from, pages.len());
+        self.announce(run, from, count);
     }
 
     fn announce(&mut self, run: &Run, from: usize, to: usize) {
