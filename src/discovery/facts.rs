@@ -7,7 +7,8 @@ use shards::block::sglang::EventFormat;
 use shards::block::{Lora, Release};
 use shards::service::Adapter;
 
-/// Most models and adapters of one endpoint that are taken notice of. Further ones are routed without keys.
+/// Most models, and most adapters, of one endpoint and of one service that are taken notice of. Further adapters are
+/// routed without keys; further models are loaded when a request asks for them.
 const CARDS_MAX: usize = 4096;
 
 /// What one endpoint says of itself. What it has not said is as in a default.
@@ -89,7 +90,7 @@ pub struct ServiceFacts {
     /// Models by the names that requests ask for.
     pub models: BTreeSet<String>,
     /// Adapters by the names that requests ask for. One that endpoints describe differently has no path, so that it is
-    /// keyed only where the path does not matter; one of two bases is left out.
+    /// keyed only where the path does not matter; one of two bases, or that is a model elsewhere, is left out.
     pub adapters: BTreeMap<String, Adapter>,
     /// SGLang: whether they speculate over pairs of tokens.
     pub bigrams: bool,
@@ -108,12 +109,18 @@ impl ServiceFacts {
                 facts.mixed |= facts.release.is_some_and(|known| extras_form(known) != extras_form(release));
                 facts.release = facts.release.max(Some(release));
             }
-            facts.models.extend(endpoint.models.iter().cloned());
+            let room = CARDS_MAX - facts.models.len();
+            let new = endpoint.models.iter().filter(|model| !facts.models.contains(*model)).take(room);
+            let new: Vec<String> = new.cloned().collect();
+            facts.models.extend(new);
             facts.bigrams |= endpoint.bigrams;
             if endpoint.format == EventFormat::Dynamo {
                 facts.format = EventFormat::Dynamo;
             }
             for (name, adapter) in &endpoint.adapters {
+                if facts.adapters.len() >= CARDS_MAX && !facts.adapters.contains_key(name) {
+                    break;
+                }
                 let known = facts.adapters.entry(name.clone()).or_insert_with(|| adapter.clone());
                 if known.base != adapter.base {
                     two_bases.insert(name.clone());
@@ -123,7 +130,8 @@ impl ServiceFacts {
                 }
             }
         }
-        facts.adapters.retain(|name, _| !two_bases.contains(name));
+        let models = &facts.models;
+        facts.adapters.retain(|name, _| !two_bases.contains(name) && !models.contains(name));
         facts
     }
 }
@@ -174,9 +182,24 @@ mod tests {
         assert_eq!(facts.adapters["sql"].lora.path, None);
         let other_base = endpoint("0.31.0", r#"{"data":[{"id":"sql","root":"/adapters/sql","parent":"other"}]}"#);
         assert!(ServiceFacts::of([&one, &other_base, &one]).adapters.is_empty());
+        let model = endpoint("0.30.1", r#"{"data":[{"id":"sql","parent":null}]}"#);
+        assert!(ServiceFacts::of([&one, &model]).adapters.is_empty());
         let same = ServiceFacts::of([&one, &endpoint("0.30.2", CARDS)]);
         assert_eq!((same.mixed, same.adapters), (false, one.adapters.clone()));
         assert_eq!(ServiceFacts::of([]), ServiceFacts::default());
+    }
+
+    #[test]
+    fn no_engine_makes_the_gateway_keep_more_than_the_limit() {
+        let cards = |from: usize| {
+            let of = |n: usize| format!(r#"{{"id":"m{n}"}},{{"id":"a{n}","parent":"m{n}","root":"/a"}}"#);
+            let cards: Vec<String> = (from..from + CARDS_MAX).map(of).collect();
+            endpoint("0.32.0", &format!(r#"{{"data":[{}]}}"#, cards.join(",")))
+        };
+        let (one, other) = (cards(0), cards(CARDS_MAX));
+        assert_eq!(one.models.len() + one.adapters.len(), CARDS_MAX);
+        let facts = ServiceFacts::of([&one, &other, &cards(2 * CARDS_MAX)]);
+        assert_eq!((facts.models.len(), facts.adapters.len()), (CARDS_MAX, CARDS_MAX));
     }
 
     #[test]

@@ -35,11 +35,16 @@ struct Target {
 pub(super) async fn discover_all(control: Control) {
     let mut asked_at: HashMap<(Key, SocketAddr), Instant> = HashMap::new();
     let mut spoiled = HashSet::new();
+    let mut tokens_at = Instant::now();
     let mut tick = tokio::time::interval(LOOK_PERIOD);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tick.tick().await;
         let view = control.view();
+        if tokens_at.elapsed() >= discovery::PERIOD {
+            tokens_at = Instant::now();
+            refresh_tokens(&view.entries, &mut spoiled);
+        }
         let targets: Vec<Target> = view.entries.iter().flat_map(|entry| targets(entry)).collect();
         let present: HashSet<_> = targets.iter().map(|target| (target.key, target.address)).collect();
         asked_at.retain(|place, _| present.contains(place));
@@ -52,7 +57,6 @@ pub(super) async fn discover_all(control: Control) {
         if due.is_empty() {
             continue;
         }
-        refresh_tokens(&due, &mut spoiled);
         asked_at.extend(due.iter().map(|target| ((target.key, target.address), Instant::now())));
         ask_all(&control, due).await;
         for entry in &view.entries {
@@ -81,12 +85,8 @@ fn targets(entry: &Entry) -> Vec<Target> {
 }
 
 /// Takes over changed token files; says once what is wrong with one that cannot be used any more.
-fn refresh_tokens(targets: &[Target], spoiled: &mut HashSet<String>) {
-    let mut seen = HashSet::new();
-    for token in targets.iter().filter_map(|target| target.token.as_ref()) {
-        if !seen.insert(Arc::as_ptr(token)) {
-            continue;
-        }
+fn refresh_tokens(entries: &[Arc<Entry>], spoiled: &mut HashSet<String>) {
+    for token in entries.iter().filter_map(|entry| entry.rule.engine_token.as_ref()) {
         let path = token.path().display().to_string();
         match token.refresh() {
             Ok(changed) => {
