@@ -62,7 +62,8 @@ pub(super) fn read(
     check_engine_options(fields, report, engine_name, zmq_port, ranks, facts);
     let kv = KvRule {
         block_tokens: read_block_tokens(fields, report),
-        algo,
+        algo: algo.unwrap_or(HashAlgo::Sha256Cbor),
+        algo_given: algo.is_some(),
         zmq_port: zmq_port as u16,
         warmup_sec: number(fields, report, "kvWarmupSec", 0, i32::MAX as i64, 30),
         ranks: ranks as u8,
@@ -98,9 +99,8 @@ fn read_engine(fields: &mut Fields<'_>, report: &mut Report) -> (&'static str, E
     }
 }
 
-fn read_algo(fields: &mut Fields<'_>, report: &mut Report, engine: &str) -> HashAlgo {
-    let fallback = HashAlgo::Sha256Cbor;
-    let Some(name) = fields.text_set(report, "kvHashAlgo") else { return fallback };
+fn read_algo(fields: &mut Fields<'_>, report: &mut Report, engine: &str) -> Option<HashAlgo> {
+    let name = fields.text_set(report, "kvHashAlgo")?;
     let Some((_, owner, algo)) = ALGOS.iter().find(|(known, ..)| *known == name) else {
         let mut message = "kv-hash-algo must be one of \"sha256_cbor\", \"xxhash_cbor\", \"sha256_sglang\", \
                            \"blockhash_trtllm\""
@@ -113,7 +113,7 @@ fn read_algo(fields: &mut Fields<'_>, report: &mut Report, engine: &str) -> Hash
             _ => format!(", not {name:?}"),
         };
         fields.invalid(report, "kvHashAlgo", message);
-        return fallback;
+        return None;
     };
     if *owner != engine {
         let default = ENGINES.iter().find(|(known, ..)| *known == engine).map_or("", |(_, default, _)| default);
@@ -123,7 +123,7 @@ fn read_algo(fields: &mut Fields<'_>, report: &mut Report, engine: &str) -> Hash
         fields.invalid(report, "kvHashAlgo", message);
     }
     // A contract that is not built belongs to an engine that is not, which has been reported.
-    algo.unwrap_or(fallback)
+    *algo
 }
 
 fn read_ranks(fields: &mut Fields<'_>, report: &mut Report) -> i64 {

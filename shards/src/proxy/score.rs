@@ -1,8 +1,8 @@
 //! From a request to the evidence its routing decision stands on: prompt keys, made in slices, walked through the
 //! inventory as they come.
 
-use crate::executor::Ticket;
 use crate::block::{KeyStream, PromptExtras};
+use crate::executor::Ticket;
 use crate::ids::BlockKey;
 use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
 use crate::prompt::{Api, BodyView, Job, Lookup, ModelTable, Step};
@@ -82,7 +82,9 @@ fn other_walks(job: &mut Job<'_>, reader: &Reader) -> Vec<InSpace> {
     let mut walks = Vec::new();
     for (index, space) in guard.other_spaces() {
         // Nothing in a prompt beyond its tokens is keyed, which every contract takes.
-        let Ok(stream) = KeyStream::new(&space.contract, &PromptExtras::default(), space.block_tokens) else { continue };
+        let Ok(stream) = KeyStream::new(&space.contract, &PromptExtras::default(), space.block_tokens) else {
+            continue;
+        };
         job.also(stream);
         walks.push(InSpace::new(index, space.block_tokens.get()));
     }

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
+use shards::block::vllm::Tagging;
 use shards::ids::{Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
@@ -12,8 +13,10 @@ use tracing::error;
 use crate::admin::{Families, Labels};
 use crate::config::Config;
 use crate::cores::Plan;
-use crate::ingest::{EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources, StreamStatus};
-use crate::rules::{EventPlace, EventSource};
+use crate::ingest::{
+    Believed, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources, StreamStatus,
+};
+use crate::rules::{EventPlace, EventSource, KvRule};
 use crate::supervise::Entry;
 
 use super::PartError;
@@ -116,7 +119,18 @@ fn sources(entry: &Entry) -> ServiceSources {
     ServiceSources {
         id: entry.id,
         block_tokens: entry.rule.kv.as_ref().map_or(0, |kv| kv.block_tokens),
+        believed: entry.rule.kv.as_ref().map(|kv| Arc::new(believed(kv))),
         endpoints: endpoints.collect(),
+    }
+}
+
+/// What a rule says of its engines' keys.
+fn believed(kv: &KvRule) -> Believed {
+    Believed::Vllm {
+        algorithm: kv.algo.into(),
+        algorithm_given: kv.algo_given,
+        seed: kv.seed.clone(),
+        tagging: Tagging::Tagged,
     }
 }
 
