@@ -65,9 +65,6 @@ pub enum Leg {
 }
 
 impl Leg {
-    /// Every leg, in the order of the metrics.
-    pub const ALL: [Leg; 5] = [Leg::Seed, Leg::Algorithm, Leg::BlockSize, Leg::Tagging, Leg::KeyWidth];
-
     /// The label value.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -96,9 +93,6 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// Every verdict, in the order of the metrics.
-    pub const ALL: [Verdict; 4] = [Verdict::Believed, Verdict::Exact, Verdict::Derived, Verdict::Refused];
-
     /// The label value.
     #[must_use]
     pub fn name(self) -> &'static str {

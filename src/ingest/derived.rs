@@ -116,9 +116,8 @@ impl OwnKeys {
             self.own.shrink_to(2 * self.own.len());
         }
     }
-
-    #[cfg(test)]
-    pub(crate) fn len(&self) -> usize {
-        self.own.len()
-    }
 }
+
+#[cfg(test)]
+#[path = "derived_tests.rs"]
+mod tests;

@@ -51,6 +51,11 @@ impl IngestPart {
         self.0.set_load_slots(slots);
     }
 
+    /// State of every event stream.
+    pub(crate) fn streams(&self) -> Vec<StreamStatus> {
+        self.0.status()
+    }
+
     /// State of every event stream, for the API.
     #[must_use]
     pub fn report(&self) -> Vec<Value> {
@@ -86,6 +91,7 @@ impl IngestPart {
         for (name, help, read) in counters {
             families.counter(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
         }
+        encode_parity(families, &streams)?;
         let rejects = streams.iter().flat_map(|stream| {
             stream.rejects.iter().map(move |(why, count)| {
                 let mut labels = labels(stream);
@@ -95,6 +101,23 @@ impl IngestPart {
         });
         families.counter("loxilb_kv_wire_reject", "What of the engine's messages was not taken", rejects)
     }
+}
+
+/// The verdicts on the engines' keys: one series per rank for its verdict, and one per leg at fault.
+fn encode_parity(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::fmt::Result {
+    let judged = || streams.iter().filter_map(|stream| Some((stream, stream.finding.as_ref()?)));
+    let with = |stream: &StreamStatus, name: &'static str, value: &str| {
+        let mut labels = labels(stream);
+        labels.push((name, value.to_owned()));
+        (labels, 1)
+    };
+    let verdicts = judged().map(|(stream, finding)| with(stream, "verdict", finding.verdict.name()));
+    families.gauge("kvlane_parity_verdict", "How the rank's blocks are keyed", verdicts)?;
+    let faults = judged().flat_map(|(stream, finding)| finding.faults.iter().map(move |leg| (stream, leg)));
+    let faults = faults.map(|(stream, leg)| with(stream, "leg", leg.name()));
+    families.gauge("kvlane_parity_fault", "What differs between the rule and the engine", faults)?;
+    let orphans = streams.iter().map(|stream| (labels(stream), stream.orphans));
+    families.counter("kvlane_parity_orphans", "Blocks whose beginning was never announced to us", orphans)
 }
 
 fn report(result: Result<(), crate::ingest::Error>) {
