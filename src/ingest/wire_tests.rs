@@ -181,6 +181,7 @@ impl Gateway {
             id: ServiceId(0),
             engine: shards::service::Engine::Vllm,
             block_tokens,
+            believed: None,
             endpoints: endpoints.clone(),
         };
         ingest.add_service(sources, writer).unwrap();
@@ -410,6 +411,7 @@ fn changed_sources_are_read_anew_and_the_same_ones_undisturbed() {
         id: ServiceId(0),
         engine: shards::service::Engine::Vllm,
         block_tokens: 4,
+        believed: None,
         endpoints: gateway.endpoints.clone(),
     };
     gateway.ingest.update_service(sources(&gateway)).unwrap();

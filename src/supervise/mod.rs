@@ -382,6 +382,10 @@ impl Supervisor {
             return;
         }
         self.registry.commit(&entry);
+        if entry.inventory.is_some() {
+            // A no-op unless the engines' keys are now believed to be others.
+            self.parts.ingest.update(&entry);
+        }
         self.publish();
         let (models, adapters) = (entry.facts.models.len(), entry.facts.adapters.len());
         let release = entry.facts.release.map(|release| release.to_string());

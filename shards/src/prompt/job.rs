@@ -13,7 +13,7 @@ use tokenizers::pipeline::PipelineToken;
 use super::body::{self, BodyView};
 use super::model::Model;
 use super::{Api, chat, json};
-use crate::block::{Contract, KeyStream, Lora, PromptExtras};
+use crate::block::{Contract, ContractError, KeyStream, Lora, PromptExtras};
 use crate::ids::BlockKey;
 use crate::service::MissReason;
 
@@ -30,14 +30,31 @@ const BYTES_PER_TOKEN_ASSUMED: u64 = 4;
 pub struct Job<'a> {
     model: Arc<Model>,
     source: Source<'a>,
+    /// What the request says beyond its tokens.
+    extras: PromptExtras,
     stream: KeyStream,
     /// The tokens of one slice.
     slice: Vec<u32>,
     scratch: Vec<PipelineToken>,
     keys: Vec<BlockKey>,
     taken: usize,
+    /// Streams beside the job's own that are fed the same tokens.
+    others: Vec<Other>,
     tokens: u64,
     bytes_done: u64,
+}
+
+/// A further stream of keys and what it made since it was last asked.
+#[derive(Debug)]
+struct Other {
+    stream: KeyStream,
+    keys: Vec<BlockKey>,
+}
+
+impl Other {
+    fn feed(&mut self, mut tokens: &[u32]) {
+        self.keys.extend(std::iter::from_fn(|| self.stream.next_key(&mut tokens)));
+    }
 }
 
 /// What is still to be done.
@@ -119,21 +136,43 @@ impl<'a> Job<'a> {
             return Err(MissReason::TextEmpty);
         }
         let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
-        let stream = KeyStream::new(keying.contract, &extras(view, keying.lora)?, block_tokens).map_err(|error| {
+        let extras = extras(view, keying.lora)?;
+        let stream = KeyStream::new(keying.contract, &extras, block_tokens).map_err(|error| {
             tracing::debug!(%error, "a request is routed without keys");
             MissReason::Extras
         })?;
         Ok(Job {
             model: Arc::clone(model),
             source,
+            extras,
             stream,
             tokens: slice.len() as u64,
             slice,
             scratch: Vec::new(),
             keys: Vec::new(),
             taken: 0,
+            others: Vec::new(),
             bytes_done: 0,
         })
+    }
+
+    /// Makes the keys of another stream too, from the first token on; to be asked for before the first step. Its
+    /// keys come from [`take_other_keys`](Job::take_other_keys), the streams counted in this order.
+    ///
+    /// # Errors
+    /// Why the other contract cannot key what the request says; the job is as before.
+    pub fn also(&mut self, contract: &Contract, block_tokens: NonZeroU32) -> Result<(), ContractError> {
+        let stream = KeyStream::new(contract, &self.extras, block_tokens)?;
+        let mut other = Other { stream, keys: Vec::new() };
+        other.feed(&self.slice);
+        self.others.push(other);
+        Ok(())
+    }
+
+    /// Keys that a stream beside the job's own made since the last call, moved into `keys`.
+    pub fn take_other_keys(&mut self, stream: usize, keys: &mut Vec<BlockKey>) {
+        keys.clear();
+        keys.append(&mut self.others[stream].keys);
     }
 
     /// Does one slice (well under 1 ms of work, see [`SLICE_BYTES`]).
@@ -169,6 +208,9 @@ impl<'a> Job<'a> {
             }
         }
         self.tokens += (self.slice.len() - before) as u64;
+        for other in &mut self.others {
+            other.feed(&self.slice[before..]);
+        }
         self.hash_slice();
         Ok(if matches!(self.source, Source::Done) { Step::Done } else { Step::More })
     }
