@@ -81,6 +81,38 @@ fn a_rule_serves_from_its_post_to_its_delete() {
 }
 
 #[test]
+fn every_engine_is_served_and_none_turns_into_another() {
+    let gateway = Gateway::start(Options::default());
+    let base = "/netlox/v1/config/loadbalancer";
+    let engine = StubEngine::start();
+    for (name, algo) in [("sglang", "sha256_sglang"), ("trtllm", "blockhash_trtllm"), ("llamacpp", "")] {
+        let port = free_port();
+        let kv = if algo.is_empty() { json!({}) } else { json!({"kvExactMode": 3}) };
+        let of = |engine_type: &str, kv: &Value| {
+            let mut rule = rule(port, &[&engine], kv);
+            rule["serviceArguments"]["kvEngineType"] = json!(engine_type);
+            if name != "sglang" {
+                // Its events have no port of their own.
+                rule["endpoints"][0].as_object_mut().expect("an object").remove("kvZmqPort");
+            }
+            rule
+        };
+        let answer = client::post(gateway.admin, base, &of(name, &kv));
+        assert_eq!((answer.status, answer.json()), (200, json!({"result": "Success"})), "{name}");
+        assert_eq!(prompt(port).expect("served").status, 200, "{name}");
+        let shown = gateway.api("/config/loadbalancer/all").json();
+        let rules = shown["lbAttr"].as_array().expect("a list").iter();
+        let mut ours = rules.filter(|rule| rule["serviceArguments"]["port"] == port);
+        let ours = &ours.next().expect("the rule is in force")["serviceArguments"];
+        assert_eq!((&ours["kvEngineType"], ours["kvHashAlgo"].as_str().unwrap_or("")), (&json!(name), algo));
+        let answer = client::post(gateway.admin, base, &of("vllm", &kv));
+        assert_eq!(answer.status, 409, "{name}: {}", answer.text());
+        let text = "cant modify rule kv engine type (delete and recreate)";
+        assert!(answer.text().contains(text), "{name}: {}", answer.text());
+    }
+}
+
+#[test]
 fn what_cannot_be_served_is_refused_and_changes_nothing() {
     let gateway = Gateway::start(Options::default());
     let engine = StubEngine::start();
@@ -95,7 +127,8 @@ fn what_cannot_be_served_is_refused_and_changes_nothing() {
         (json!({"kvExactMode": 3, "kvDpRankCount": 9}), 400, "kv-dp-rank-count must be within 1..8 (0 = default 1)"),
         (json!({"kvExactMode": 3, "kvEngineType": "nope"}), 400, "kv-engine-type must be one of"),
         (json!({"kvExactMode": 3, "kvZmqPort": 65535, "kvDpRankCount": 2}), 400, "65535"),
-        (json!({"kvExactMode": 3, "kvEngineType": "sglang"}), 501, "sglang"),
+        (json!({"kvExactMode": 3, "kvEngineType": "trtllm", "kvZmqPort": 6000}), 400, "kvZmqPort is meaningless"),
+        (json!({"kvExactMode": 3, "kvEngineType": "llamacpp"}), 400, "publishes no cache events"),
         (json!({"sel": 99}), 400, "sel"),
     ] {
         let answer = post(more.clone());

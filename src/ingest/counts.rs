@@ -52,7 +52,7 @@ pub(crate) struct CopyCounts {
 }
 
 /// Keys are digest bits already; the multiplication only spreads keys of simulated engines that count up.
-fn hash(key: u64) -> u64 {
+pub(super) fn hash(key: u64) -> u64 {
     let mixed = u128::from(key ^ 0x9e37_79b9_7f4a_7c15) * 0xa076_1d64_78bd_642f;
     (mixed >> 64) as u64 ^ mixed as u64
 }
@@ -121,6 +121,20 @@ impl CopyCounts {
         slot.remove();
         self.sweep();
         Some(key)
+    }
+
+    /// The same copies, in the same order, under other keys; what has none is left out.
+    pub(crate) fn rekeyed(&self, other: impl Fn(BlockKey) -> Option<BlockKey>) -> CopyCounts {
+        let mut counts = CopyCounts::default();
+        for entry in self.entries.iter().filter(|entry| entry.copies > 0) {
+            let Some(key) = other(BlockKey(entry.key())) else { continue };
+            if counts.add(key, false) == Change::First
+                && let Some(last) = counts.entries.back_mut()
+            {
+                last.copies = entry.copies;
+            }
+        }
+        counts
     }
 
     /// Drops dead entries at the front, and all of them once they outnumber the live ones.

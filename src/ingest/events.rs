@@ -76,14 +76,16 @@ pub(crate) struct Stored<'a> {
     pub(crate) keys: Keys<'a>,
     /// Key of the block before the first; none for the first of a sequence, and for placeholders.
     pub(crate) parent: Option<BlockKey>,
-    /// How many tokens the event spans.
-    pub(crate) tokens: u32,
+    /// The tokens that the event spans.
+    pub(crate) tokens: Tokens<'a>,
     /// Tokens per block of the group; 0 in placeholders.
     pub(crate) block_tokens: u32,
     pub(crate) medium: Option<&'a str>,
     pub(crate) group: u32,
     /// The group's `kv_cache_spec_kind`.
     pub(crate) kind: Option<&'a str>,
+    /// What the blocks are beyond their tokens.
+    pub(crate) marks: Marks<'a>,
 }
 
 /// Blocks that were evicted.
@@ -117,6 +119,13 @@ impl<'a> Keys<'a> {
         self.len
     }
 
+    /// The first key, and its whole digest where the engine sends bytes.
+    pub(crate) fn first(&self) -> Option<(BlockKey, Option<&'a [u8]>)> {
+        let head = Reader::new(self.wire).head().ok()?;
+        let digest = if let Head::Bin(digest) = head { Some(digest) } else { None };
+        Some((key(head).ok()?, digest))
+    }
+
     pub(crate) fn last(&self) -> Option<BlockKey> {
         self.last
     }
@@ -127,12 +136,105 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The length of an array of token ids. The ids themselves are not needed where keys say all.
-fn token_count(reader: &mut Reader<'_>) -> Result<u32, Malformed> {
-    let len = reader.array()?;
-    reader.skip_unsigned(len)?;
-    Ok(len)
+/// Token ids still in their wire form, known to be unsigned integers: they are not needed where keys say all.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tokens<'a> {
+    wire: &'a [u8],
+    len: u32,
 }
+
+impl<'a> Tokens<'a> {
+    fn read(reader: &mut Reader<'a>) -> Result<Self, Malformed> {
+        let len = reader.array()?;
+        let before = reader.rest();
+        reader.skip_unsigned(len)?;
+        Ok(Tokens { wire: &before[..before.len() - reader.rest().len()], len })
+    }
+
+    pub(crate) fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// The first `n` of them, or all there are.
+    pub(crate) fn first(self, n: u32) -> Self {
+        Tokens { len: self.len.min(n), ..self }
+    }
+
+    /// Puts the ids into `ids`; false where one is no token of a text.
+    pub(crate) fn decode(self, ids: &mut Vec<u32>) -> bool {
+        ids.clear();
+        ids.reserve(self.len as usize);
+        let mut reader = Reader::new(self.wire);
+        (0..self.len).all(|_| match reader.head() {
+            Ok(Head::Uint(id)) => u32::try_from(id).map(|id| ids.push(id)).is_ok(),
+            _ => false,
+        })
+    }
+}
+
+/// What the blocks of a store are beyond their tokens (adapter, images, salt, embeddings), still in its wire form and
+/// of any shape.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Marks<'a> {
+    lora_id: Option<&'a [u8]>,
+    lora_name: Option<&'a [u8]>,
+    extra_keys: Option<&'a [u8]>,
+    lookahead: Option<&'a [u8]>,
+}
+
+impl<'a> Marks<'a> {
+    /// Whether the engine says of every block what it is beyond its tokens (since 0.17): if not, a plain block and
+    /// a salted one look alike.
+    pub(crate) fn are_told(&self) -> bool {
+        self.extra_keys.is_some()
+    }
+
+    /// The adapter's name, where it has one.
+    pub(crate) fn lora_name(&self) -> Option<&'a str> {
+        match Reader::new(self.lora_name?).head() {
+            Ok(Head::Str(name)) => std::str::from_utf8(name).ok(),
+            _ => None,
+        }
+    }
+
+    /// The extra keys of each block in turn, as msgpack; none for a plain block. After the end of the list, blocks
+    /// are plain.
+    pub(crate) fn extra_keys(self) -> impl Iterator<Item = Option<&'a [u8]>> + 'a {
+        let mut reader = Reader::new(self.extra_keys.unwrap_or_default());
+        let mut left = reader.array().unwrap_or(0);
+        std::iter::from_fn(move || {
+            left = left.checked_sub(1)?;
+            raw(&mut reader).ok()
+        })
+    }
+
+    /// What all the blocks have in common, as bytes; empty for no adapter.
+    pub(crate) fn adapter(&self) -> [&'a [u8]; 2] {
+        [self.lora_id.unwrap_or_default(), self.lora_name.unwrap_or_default()]
+    }
+
+    /// The tokens that the first block's hash looks ahead to.
+    pub(crate) fn first_lookahead(&self) -> Vec<u32> {
+        let mut ids = Vec::new();
+        let first = self.lookahead.and_then(|wire| {
+            let mut reader = Reader::new(wire);
+            reader.array().ok().filter(|len| *len > 0)?;
+            Tokens::read(&mut reader).ok()
+        });
+        if first.is_some_and(|tokens| tokens.decode(&mut ids)) { ids } else { Vec::new() }
+    }
+}
+
+/// One value of whatever kind, as it is; none for nil.
+fn raw<'a>(reader: &mut Reader<'a>) -> Result<Option<&'a [u8]>, Malformed> {
+    let before = reader.rest();
+    reader.skip()?;
+    let value = &before[..before.len() - reader.rest().len()];
+    Ok((value != [NIL]).then_some(value))
+}
+
+/// msgpack's nil.
+const NIL: u8 = 0xc0;
 
 /// A block key: an integer (vLLM 0.9's `builtin` hashes are signed), or a digest whose last eight bytes count.
 fn key(head: Head<'_>) -> Result<BlockKey, Malformed> {
@@ -150,11 +252,12 @@ struct Fields<'a> {
     tag: Option<&'a str>,
     keys: Option<Keys<'a>>,
     parent: Option<BlockKey>,
-    tokens: Option<u32>,
+    tokens: Option<Tokens<'a>>,
     block_tokens: Option<u32>,
     medium: Option<&'a str>,
     group: Option<u32>,
     kind: Option<&'a str>,
+    marks: Marks<'a>,
 }
 
 #[derive(Clone, Copy)]
@@ -167,6 +270,10 @@ enum Field {
     Medium,
     Group,
     Kind,
+    LoraId,
+    LoraName,
+    ExtraKeys,
+    Lookahead,
     /// Known or unknown, but of no use here.
     Other,
 }
@@ -181,10 +288,10 @@ const STORED_FIELDS: [Field; 10] = [
     Field::Parent,
     Field::Tokens,
     Field::BlockTokens,
-    Field::Other,
+    Field::LoraId,
     Field::Medium,
-    Field::Other,
-    Field::Other,
+    Field::LoraName,
+    Field::ExtraKeys,
     Field::Group,
     Field::Kind,
 ];
@@ -200,6 +307,10 @@ fn field_named(name: &[u8]) -> Field {
         b"medium" => Field::Medium,
         b"group_idx" => Field::Group,
         b"kv_cache_spec_kind" => Field::Kind,
+        b"lora_id" => Field::LoraId,
+        b"lora_name" => Field::LoraName,
+        b"extra_keys" => Field::ExtraKeys,
+        b"lookahead_token_ids" => Field::Lookahead,
         _ => Field::Other,
     }
 }
@@ -215,11 +326,15 @@ impl<'a> Fields<'a> {
                     head => Some(key(head)?),
                 }
             }
-            Field::Tokens => self.tokens = Some(token_count(reader)?),
+            Field::Tokens => self.tokens = Some(Tokens::read(reader)?),
             Field::BlockTokens => self.block_tokens = reader.optional_u32()?,
             Field::Medium => self.medium = reader.optional_str()?,
             Field::Group => self.group = reader.optional_u32()?,
             Field::Kind => self.kind = reader.optional_str()?,
+            Field::LoraId => self.marks.lora_id = raw(reader)?,
+            Field::LoraName => self.marks.lora_name = raw(reader)?,
+            Field::ExtraKeys => self.marks.extra_keys = raw(reader)?,
+            Field::Lookahead => self.marks.lookahead = raw(reader)?,
             Field::Other => reader.skip()?,
         }
         Ok(())
@@ -235,6 +350,7 @@ impl<'a> Fields<'a> {
                 medium: self.medium,
                 group: self.group.unwrap_or(0),
                 kind: self.kind,
+                marks: self.marks,
             })),
             REMOVED => Ok(Event::Removed(Removed {
                 keys: self.keys.ok_or(Reject::Field)?,

@@ -1,6 +1,7 @@
 //! KV event streams of the engines → inventories.
 //!
 //! An event's way: ZMQ frames (`sockets`) → sequence, gap, replay, restart (`stream`) → decoding (`events`) →
+//! do the keys say what the rule says (`calibrate`), else keys of our own (`derived`) →
 //! copies per (rank, group, key) (`copies`) → operations on the service's inventory → published at the end of the
 //! cycle (`worker`).
 //!
@@ -10,8 +11,10 @@
 //!
 //! Services are spread over the threads by their number; the first thread also publishes the shards' loads.
 
+mod calibrate;
 mod copies;
 mod counts;
+mod derived;
 mod events;
 mod msgpack;
 mod poller;
@@ -22,6 +25,7 @@ mod stream;
 mod worker;
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -31,8 +35,11 @@ use crossbeam::channel::{Sender, bounded};
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
-use shards::service::EndpointShared;
+use shards::service::{EndpointShared, Engine};
 
+use crate::rules::EngineToken;
+
+pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
 use poller::{Poller, Waker};
 use source::Source;
@@ -74,8 +81,12 @@ impl IngestOptions {
 pub struct ServiceSources {
     /// The service.
     pub id: ServiceId,
+    /// The rule's `kvEngineType`: whose events they are.
+    pub engine: Engine,
     /// The rule's `kvBlockSize`, tokens.
     pub block_tokens: u32,
+    /// What the rule says of the engines' keys, to be verified; without it keys are taken as they come.
+    pub believed: Option<Arc<Believed>>,
     /// Its endpoints.
     pub endpoints: Vec<EndpointSources>,
 }
@@ -89,7 +100,11 @@ pub struct EndpointSources {
     pub shared: Arc<EndpointShared>,
     /// The endpoint as people know it, for log and status.
     pub label: String,
-    /// One source per rank.
+    /// Where it serves requests; TensorRT-LLM's events are drained there.
+    pub serving: SocketAddr,
+    /// What it wants on the gateway's own calls.
+    pub token: Option<Arc<EngineToken>>,
+    /// One source per rank; none where the engine does not publish over ZMQ.
     pub ranks: Vec<RankSource>,
 }
 

@@ -2,8 +2,9 @@
 //! inventory as they come.
 
 use crate::executor::Ticket;
-use crate::inventory::{Reader, Run, Walk};
-use crate::prompt::{Api, BodyView, Job, Lookup, ModelTable, Step};
+use crate::ids::BlockKey;
+use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
+use crate::prompt::{Api, BodyView, Job, Keying, Lookup, ModelTable, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason};
 
@@ -45,12 +46,13 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
     // The whole body is looked through here, the whole chat rendered below; each is a slice of its own.
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
     ticket.breathe().await;
-    let job = match begin(api, kv, models, body, request) {
+    let mut job = match begin(api, kv, models, body, request) {
         Ok(job) => job,
         Err(reason) => return Score::Miss(reason),
     };
     ticket.breathe().await;
-    let mut work = Work { job, walk: Walk::default() };
+    let others = other_walks(&mut job, reader);
+    let mut work = Work { job, own: InSpace::new(SpaceIndex::OWN, kv.block_tokens), others, keys: Vec::new() };
     loop {
         match work.slice(reader) {
             Ok(None) => ticket.breathe().await,
@@ -69,13 +71,60 @@ fn begin<'a>(
 ) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
     let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
-    let Lookup::Ready(model) = models.lookup(model) else { return Err(MissReason::Tokenizer) };
-    Job::of_view(api, body, model, kv.chat_template.as_ref(), kv.algo, &kv.none_hash, kv.block_tokens)
+    let adapter = kv.adapters.get(model);
+    let base = adapter.map_or(model, |adapter| &adapter.base);
+    let Lookup::Ready(model) = models.lookup(base) else { return Err(MissReason::Tokenizer) };
+    let lora = adapter.map(|adapter| &adapter.lora);
+    let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
+    Job::of_view(api, body, model, kv.chat_template.as_ref(), keying)
+}
+
+/// Adds the key streams of holders that do not have the rule's keys; for most services there are none.
+fn other_walks(job: &mut Job<'_>, reader: &Reader) -> Vec<InSpace> {
+    let Some(guard) = reader.enter() else { return Vec::new() };
+    let mut walks = Vec::new();
+    for (index, space) in guard.other_spaces() {
+        // A contract that cannot key what the request says has no holder for it.
+        if job.also(&space.contract, space.block_tokens).is_ok() {
+            walks.push(InSpace::new(index, space.block_tokens.get()));
+        }
+    }
+    walks
+}
+
+/// A walk among the holders of one key space.
+struct InSpace {
+    walk: Walk,
+    block_tokens: u32,
+    /// Some holder may go further.
+    open: bool,
+}
+
+impl InSpace {
+    fn new(space: SpaceIndex, block_tokens: u32) -> Self {
+        InSpace { walk: Walk::in_space(space), block_tokens, open: true }
+    }
+
+    fn advance(&mut self, guard: &Guard<'_>, keys: &[BlockKey]) {
+        self.open = self.open && guard.advance(&mut self.walk, keys);
+    }
+
+    /// Adds its runs, counted in blocks of the rule's size; what is held is at least one.
+    fn add_runs(&self, guard: &Guard<'_>, rule_block_tokens: u32, runs: &mut Vec<Run>) {
+        let scaled = |blocks: u32| {
+            let tokens = u64::from(blocks) * u64::from(self.block_tokens);
+            u32::try_from(tokens / u64::from(rule_block_tokens)).unwrap_or(u32::MAX).max(1)
+        };
+        runs.extend(self.walk.runs(guard).map(|run| Run { blocks: scaled(run.blocks), ..run }));
+    }
 }
 
 struct Work<'a> {
     job: Job<'a>,
-    walk: Walk,
+    own: InSpace,
+    others: Vec<InSpace>,
+    /// Of one slice of one other space; kept for its memory.
+    keys: Vec<BlockKey>,
 }
 
 impl Work<'_> {
@@ -83,15 +132,22 @@ impl Work<'_> {
     fn slice(&mut self, reader: &Reader) -> Result<Option<Score>, MissReason> {
         let step = self.job.step()?;
         let keys = self.job.take_keys();
-        if keys.is_empty() && step == Step::More {
+        if keys.is_empty() && self.others.is_empty() && step == Step::More {
             return Ok(None);
         }
         let Some(guard) = reader.enter() else { return Err(MissReason::NoWorker) };
-        let goes_on = guard.advance(&mut self.walk, keys);
-        if goes_on && step == Step::More {
+        self.own.advance(&guard, keys);
+        for (stream, other) in self.others.iter_mut().enumerate() {
+            self.job.take_other_keys(stream, &mut self.keys);
+            other.advance(&guard, &self.keys);
+        }
+        if step == Step::More && (self.own.open || self.others.iter().any(|other| other.open)) {
             return Ok(None);
         }
-        let runs = self.walk.runs(&guard).collect();
+        let mut runs = Vec::new();
+        for walked in std::iter::once(&self.own).chain(&self.others) {
+            walked.add_runs(&guard, self.own.block_tokens, &mut runs);
+        }
         Ok(Some(Score::Runs { prompt_tokens: self.job.prompt_tokens(), runs }))
     }
 }
