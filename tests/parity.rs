@@ -209,7 +209,7 @@ fn another_chat_template_shows_by_use_and_clears_by_itself() {
     for number in 0..24 {
         fleet.ask(&chat(number));
         if number % 4 == 3 {
-            // The sample of predictions is small: the next wait until these are judged.
+            // A sample of predictions is taken: the next prompts wait until these are judged.
             wait_for("these are judged", || (sum("missed") > number as u64).then_some(()));
         }
     }

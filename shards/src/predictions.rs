@@ -98,13 +98,13 @@ pub struct ZeroHits {
 
 impl ZeroHits {
     /// Notes a prompt by its first block, and whether anybody held it; true when this makes `every` repeated prompts in
-    /// a row without a hit. Counts of several shards may be lost to each other: the run is then a little longer.
-    pub fn note(&self, first: BlockKey, hit: bool, every: u32) -> bool {
+    /// a row without a hit. Where `counts` says no (nobody could have hit) it is only remembered. Counts of several shards may be lost to each other: the run is then a little longer.
+    pub fn note(&self, first: BlockKey, hit: bool, every: u32, counts: impl FnOnce() -> bool) -> bool {
         let sent = self.sent.get_or_init(|| (0..SENT_MAX).map(|_| AtomicU64::new(0)).collect());
         let place = &sent[first.0 as usize % SENT_MAX];
         if hit {
             self.run.store(0, Ordering::Relaxed);
-        } else if place.load(Ordering::Relaxed) == first.0 {
+        } else if first.0 != 0 && place.load(Ordering::Relaxed) == first.0 && counts() {
             let run = self.run.load(Ordering::Relaxed) + 1;
             let fires = run >= u64::from(every.max(1));
             self.run.store(if fires { 0 } else { run }, Ordering::Relaxed);
@@ -151,13 +151,14 @@ mod tests {
     #[test]
     fn prompts_that_come_once_never_fire_and_repeated_ones_do() {
         let watch = ZeroHits::default();
-        assert!(!(0..100_000).any(|number| watch.note(BlockKey(number), false, 3)));
-        let again = |hit| watch.note(BlockKey(99_999), hit, 3);
+        assert!(!(0..100_000).any(|number| watch.note(BlockKey(number), false, 3, || true)));
+        let again = |hit| watch.note(BlockKey(99_999), hit, 3, || true);
         assert_eq!(
             [again(false), again(false), again(true), again(false), again(false), again(false)],
             [false, false, false, false, false, true]
         );
         assert_eq!([again(false), again(false), again(false)], [false, false, true], "and begins anew");
         assert_eq!(watch.fired.load(Ordering::Relaxed), 2);
+        assert!((0..9).all(|_| !watch.note(BlockKey(99_999), false, 3, || false)), "nobody could have hit");
     }
 }

@@ -353,6 +353,8 @@ impl Worker {
             return;
         }
         let copies = Copies::new(ranks.len(), service.block_tokens, self.blocks_max, service.believed.as_ref());
+        // What was predicted before somebody listened is of no use; from now on it is.
+        while shared.predictions.take().is_some() {}
         let by_use = Arc::default();
         let endpoint = Endpoint { shared, label: label.clone(), by_use, copies, sources: Vec::new() };
         service.endpoints.insert(index, endpoint);

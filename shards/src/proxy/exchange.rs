@@ -269,11 +269,8 @@ impl Attempt<'_> {
 
     /// Says what the endpoint that has answered must hold now, for parity by use.
     fn predict(&self, score: &Score, endpoint: EndpointIndex) {
-        let (Some(reader), predictions) =
-            (&self.local.reader, &self.local.service.endpoints[endpoint.index()].shared.predictions)
-        else {
-            return;
-        };
+        let Some(reader) = &self.local.reader else { return };
+        let predictions = &self.local.service.endpoints[endpoint.index()].shared.predictions;
         if !predictions.wanted() {
             return;
         }
@@ -318,8 +315,7 @@ impl Attempt<'_> {
         }
         let knows_blocks = || service.endpoints.iter().any(|e| e.shared.kv_blocks.load(Ordering::Relaxed) > 0);
         if let Some((first, hit)) = score.first_block()
-            && (hit || knows_blocks())
-            && service.shared.zero_hits.note(first, hit, kv.zero_hit_every)
+            && service.shared.zero_hits.note(first, hit, kv.zero_hit_every, knows_blocks)
         {
             tracing::warn!(
                 rule = service.id.0,
