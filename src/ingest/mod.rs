@@ -17,6 +17,7 @@ mod counts;
 mod derived;
 mod events;
 mod msgpack;
+mod parity;
 mod poller;
 mod sockets;
 mod source;
@@ -41,6 +42,7 @@ use crate::rules::EngineToken;
 
 pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
+pub use parity::{UseLeg, UseStatus};
 use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;

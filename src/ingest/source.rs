@@ -11,6 +11,7 @@ use shards::inventory::{OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
 use super::calibrate::{Finding, Verdict};
 use super::copies::{Copies, Keying, Op};
 use super::events::Reject;
+use super::parity::UseStats;
 use super::poller::Poller;
 use super::sockets::{Contexts, Framed, Frames, Link, Watched};
 use super::status::{Replay, StreamName, StreamStats, add};
@@ -173,6 +174,7 @@ impl Source {
         from: RankSource,
         place: usize,
         token: u64,
+        by_use: &Arc<UseStats>,
         writer: &mut Writer,
         io: &mut Io<'_>,
     ) -> Self {
@@ -207,7 +209,7 @@ impl Source {
             eligible: false,
             finding: Finding::default(),
             complained_of: 0,
-            stats: Arc::default(),
+            stats: Arc::new(StreamStats { by_use: Arc::clone(by_use), ..StreamStats::default() }),
             name,
             from,
         }
@@ -269,6 +271,11 @@ impl Source {
     /// False where the address was refused.
     pub(crate) fn is_open(&self) -> bool {
         self.socket.is_some()
+    }
+
+    /// Whether its blocks are what its engine holds.
+    pub(crate) fn is_eligible(&self) -> bool {
+        self.eligible
     }
 
     /// Whether the inventory had no slot for it.
