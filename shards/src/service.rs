@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use crate::block::{HashAlgo, NoneHash};
+use crate::block::{Contract, Lora};
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
 use crate::load::LoadSlot;
@@ -75,14 +75,26 @@ pub enum Select {
 pub enum Engine {
     /// vLLM 0.9 to 0.33.
     Vllm,
+    /// SGLang 0.5.6 to 0.5.23.
+    Sglang,
+    /// TensorRT-LLM (`trtllm-serve`).
+    Trtllm,
+    /// llama.cpp's server: it tells nothing of its cache, so it is balanced without keys.
+    Llamacpp,
 }
 
 impl Engine {
+    /// Every kind.
+    pub const ALL: [Engine; 4] = [Engine::Vllm, Engine::Sglang, Engine::Trtllm, Engine::Llamacpp];
+
     /// The value in rules, metrics and answers.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Engine::Vllm => "vllm",
+            Engine::Sglang => "sglang",
+            Engine::Trtllm => "trtllm",
+            Engine::Llamacpp => "llamacpp",
         }
     }
 }
@@ -92,10 +104,13 @@ impl Engine {
 pub struct KvExact {
     /// Tokens per block (`kvBlockSize`).
     pub block_tokens: u32,
-    /// Hash contract (`kvHashAlgo`).
-    pub algo: HashAlgo,
-    /// Parent of every first block, from the seed.
-    pub none_hash: NoneHash,
+    /// How tokens become keys (`kvEngineType`, `kvHashAlgo`, the seed, and what is known of the engines' release).
+    pub contract: Contract,
+    /// Whether the rule itself names the algorithm. Where it does not, engines that use another are followed; where it
+    /// does, they are at fault.
+    pub algo_given: bool,
+    /// Adapters that the engines serve, by the name that requests ask for.
+    pub adapters: HashMap<Box<str>, Adapter>,
     /// Chat template file's text that overrides the model's own (`kvChatTemplate`), if the rule names one.
     pub chat_template: Option<Arc<str>>,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
@@ -110,6 +125,15 @@ pub struct KvExact {
     pub seed_min_blocks: u32,
     /// The service's inventory, to be read.
     pub inventory: inventory::ReaderFactory,
+}
+
+/// An adapter that a service's engines serve beside their model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Adapter {
+    /// Name of the model it adapts, whose tokenizer its requests use.
+    pub base: String,
+    /// What of it enters keys.
+    pub lora: Lora,
 }
 
 /// One backend of one service.
@@ -178,6 +202,8 @@ pub enum MissReason {
     Template,
     /// The prompt could not be understood (shape, encoding).
     Tokenize,
+    /// The request's adapter, salt or other extra cannot be keyed under the engines' contract.
+    Extras,
     /// The prompt has no full block.
     Hashes,
     /// No endpoint holds the first block.
@@ -190,7 +216,7 @@ pub enum MissReason {
 
 impl MissReason {
     /// Every reason, in the order of the counters.
-    pub const ALL: [MissReason; 11] = [
+    pub const ALL: [MissReason; 12] = [
         MissReason::ModeOff,
         MissReason::TextEmpty,
         MissReason::ModelEmpty,
@@ -198,6 +224,7 @@ impl MissReason {
         MissReason::TemplateMissing,
         MissReason::Template,
         MissReason::Tokenize,
+        MissReason::Extras,
         MissReason::Hashes,
         MissReason::NoWorker,
         MissReason::Excluded,
@@ -215,6 +242,7 @@ impl MissReason {
             MissReason::TemplateMissing => "template_missing",
             MissReason::Template => "template",
             MissReason::Tokenize => "tokenize",
+            MissReason::Extras => "extras",
             MissReason::Hashes => "hashes",
             MissReason::NoWorker => "no_worker",
             MissReason::Excluded => "excluded",

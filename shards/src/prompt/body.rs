@@ -26,6 +26,9 @@ pub struct BodyView<'a> {
     pub(super) add_generation_prompt: Option<&'a str>,
     pub(super) continue_final_message: Option<&'a str>,
     pub(super) add_special_tokens: Option<&'a str>,
+    pub(super) cache_salt: Option<&'a str>,
+    /// SGLang's; other engines do not know it.
+    pub(super) extra_key: Option<&'a str>,
     /// The first member found that makes the engine's tokens or keys other than the ones we would make.
     pub(super) unkeyable: Option<&'static str>,
 }
@@ -52,6 +55,8 @@ impl<'a> BodyView<'a> {
             "documents" => self.documents = present,
             "chat_template_kwargs" => self.chat_template_kwargs = present,
             "reasoning_effort" => self.reasoning_effort = present,
+            "cache_salt" => self.cache_salt = present,
+            "extra_key" => self.extra_key = present,
             // These have defaults that null does not stand for: the engine refuses it.
             "add_generation_prompt" => self.add_generation_prompt = Some(raw),
             "continue_final_message" => self.continue_final_message = Some(raw),
@@ -72,8 +77,20 @@ impl<'a> BodyView<'a> {
 /// Members that change the engine's tokens or keys in a way the gateway does not follow: such a request is routed
 /// without keys. Once seen they count, even if the member is repeated with null: Python's null would undo it, at the
 /// cost of one missed hit for a body nobody sends.
-const UNKEYABLE: [&str; 6] =
-    ["truncate_prompt_tokens", "prompt_embeds", "chat_template", "cache_salt", "suffix", "kv_transfer_params"];
+const UNKEYABLE: [&str; 10] = [
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+    "chat_template",
+    "suffix",
+    "kv_transfer_params",
+    // SGLang: tokens instead of messages, and an adapter by path.
+    "input_ids",
+    "lora_path",
+    // TensorRT-LLM: the same.
+    "prompt_token_ids",
+    "prompt_token_ids_b64",
+    "lora_request",
+];
 
 struct Members;
 
@@ -98,7 +115,7 @@ impl<'de> Visitor<'de> for Members {
 }
 
 fn is_read(name: &str) -> bool {
-    const READ: [&str; 11] = [
+    const READ: [&str; 13] = [
         "model",
         "stream",
         "prompt",
@@ -110,6 +127,8 @@ fn is_read(name: &str) -> bool {
         "add_generation_prompt",
         "continue_final_message",
         "add_special_tokens",
+        "cache_salt",
+        "extra_key",
     ];
     READ.contains(&name) || UNKEYABLE.contains(&name)
 }
@@ -153,7 +172,9 @@ mod tests {
         for (member, expected) in [
             (r#""truncate_prompt_tokens": 5"#, Some("truncate_prompt_tokens")),
             (r#""truncate_prompt_tokens": null"#, None),
-            (r#""cache_salt": "x""#, Some("cache_salt")),
+            (r#""cache_salt": "x", "extra_key": "y""#, None),
+            (r#""input_ids": [1]"#, Some("input_ids")),
+            (r#""lora_request": {}"#, Some("lora_request")),
             (r#""kv_transfer_params": {"do_remote_decode": true}"#, None),
             (r#""kv_transfer_params": {"prompt_token_ids": [1]}"#, Some("kv_transfer_params")),
         ] {

@@ -4,6 +4,7 @@
 //! those of the whole prompt. A job may be dropped between any two slices.
 
 use std::borrow::Cow;
+use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use tokenizers::pipeline::PipelineToken;
 use super::body::{self, BodyView};
 use super::model::Model;
 use super::{Api, chat, json};
-use crate::block::{Chain, HashAlgo, NoneHash};
+use crate::block::{Contract, KeyStream, Lora, PromptExtras};
 use crate::ids::BlockKey;
 use crate::service::MissReason;
 
@@ -29,10 +30,9 @@ const BYTES_PER_TOKEN_ASSUMED: u64 = 4;
 pub struct Job<'a> {
     model: Arc<Model>,
     source: Source<'a>,
-    chain: Chain,
-    block_tokens: usize,
-    /// Tokens that do not fill a block yet.
-    pending: Vec<u32>,
+    stream: KeyStream,
+    /// The tokens of one slice.
+    slice: Vec<u32>,
     scratch: Vec<PipelineToken>,
     keys: Vec<BlockKey>,
     taken: usize,
@@ -62,6 +62,17 @@ pub enum Step {
     Done,
 }
 
+/// How the keys of a prompt are made.
+#[derive(Clone, Copy, Debug)]
+pub struct Keying<'a> {
+    /// The engines' contract.
+    pub contract: &'a Contract,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// The adapter that the request is served with.
+    pub lora: Option<&'a Lora>,
+}
+
 impl<'a> Job<'a> {
     /// Begins with a body. A chat is rendered here, in one go.
     ///
@@ -72,12 +83,10 @@ impl<'a> Job<'a> {
         body: &'a [u8],
         model: &Arc<Model>,
         template: Option<&Arc<str>>,
-        algo: HashAlgo,
-        none_hash: &NoneHash,
-        block_tokens: u32,
+        keying: Keying<'_>,
     ) -> Result<Self, MissReason> {
         let view = BodyView::parse(body).ok_or(MissReason::Tokenize)?;
-        Job::of_view(api, &view, model, template, algo, none_hash, block_tokens)
+        Job::of_view(api, &view, model, template, keying)
     }
 
     /// Begins with a body that is viewed already.
@@ -89,9 +98,7 @@ impl<'a> Job<'a> {
         view: &BodyView<'a>,
         model: &Arc<Model>,
         template: Option<&Arc<str>>,
-        algo: HashAlgo,
-        none_hash: &NoneHash,
-        block_tokens: u32,
+        keying: Keying<'_>,
     ) -> Result<Self, MissReason> {
         if let Some(member) = view.unkeyable {
             tracing::debug!(member, "a request is routed without keys");
@@ -102,23 +109,26 @@ impl<'a> Job<'a> {
             Api::ChatCompletions => chat_text(view, model, template)?,
         };
         let special = matches!(source, Source::Text { special: true, .. });
-        let block_tokens = usize::try_from(block_tokens).ok().filter(|&n| n > 0).ok_or(MissReason::Hashes)?;
-        let pending: Vec<u32> = if special { model.tokenizer().prefix().collect() } else { Vec::new() };
+        let slice: Vec<u32> = if special { model.tokenizer().prefix().collect() } else { Vec::new() };
         let empty = match &source {
-            Source::Text { text, .. } => text.is_empty() && pending.is_empty(),
+            Source::Text { text, .. } => text.is_empty() && slice.is_empty(),
             Source::Ids(rest) => rest.trim_start().starts_with(']'),
             Source::Done => true,
         };
         if empty {
             return Err(MissReason::TextEmpty);
         }
+        let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
+        let stream = KeyStream::new(keying.contract, &extras(view, keying.lora)?, block_tokens).map_err(|error| {
+            tracing::debug!(%error, "a request is routed without keys");
+            MissReason::Extras
+        })?;
         Ok(Job {
             model: Arc::clone(model),
             source,
-            chain: Chain::new(algo, none_hash),
-            block_tokens,
-            tokens: pending.len() as u64,
-            pending,
+            stream,
+            tokens: slice.len() as u64,
+            slice,
             scratch: Vec::new(),
             keys: Vec::new(),
             taken: 0,
@@ -131,7 +141,7 @@ impl<'a> Job<'a> {
     /// # Errors
     /// The reason why the prompt cannot be keyed after all.
     pub fn step(&mut self) -> Result<Step, MissReason> {
-        let before = self.pending.len();
+        let before = self.slice.len();
         match &mut self.source {
             Source::Done => return Ok(Step::Done),
             Source::Text { text, at, special } => {
@@ -139,7 +149,7 @@ impl<'a> Job<'a> {
                 let rest = &text[*at..];
                 let length = tokenizer.piece(rest, SLICE_BYTES);
                 let piece = &rest[..length];
-                tokenizer.encode(piece, &mut self.scratch, &mut self.pending).map_err(|error| {
+                tokenizer.encode(piece, &mut self.scratch, &mut self.slice).map_err(|error| {
                     tracing::debug!(%error, "a prompt is routed without keys");
                     MissReason::Tokenize
                 })?;
@@ -147,19 +157,19 @@ impl<'a> Job<'a> {
                 self.bytes_done += length as u64;
                 if *at == text.len() {
                     if *special {
-                        self.pending.extend(tokenizer.suffix());
+                        self.slice.extend(tokenizer.suffix());
                     }
                     self.source = Source::Done;
                 }
             }
             Source::Ids(rest) => {
-                let left = read_ids(rest, &mut self.pending)?;
+                let left = read_ids(rest, &mut self.slice)?;
                 self.bytes_done += (rest.len() - left.unwrap_or_default().len()) as u64;
                 self.source = left.map_or(Source::Done, Source::Ids);
             }
         }
-        self.tokens += (self.pending.len() - before) as u64;
-        self.hash_full_blocks();
+        self.tokens += (self.slice.len() - before) as u64;
+        self.hash_slice();
         Ok(if matches!(self.source, Source::Done) { Step::Done } else { Step::More })
     }
 
@@ -189,13 +199,29 @@ impl<'a> Job<'a> {
         self.tokens + left.saturating_mul(self.tokens) / self.bytes_done
     }
 
-    fn hash_full_blocks(&mut self) {
-        let full = self.pending.len() / self.block_tokens * self.block_tokens;
-        for block in self.pending[..full].chunks_exact(self.block_tokens) {
-            self.keys.push(self.chain.push(block));
+    fn hash_slice(&mut self) {
+        let mut tokens = &self.slice[..];
+        while let Some(key) = self.stream.next_key(&mut tokens) {
+            self.keys.push(key);
         }
-        self.pending.drain(..full);
+        self.slice.clear();
     }
+}
+
+/// What the request says beyond its tokens, the adapter included. A text that is empty says nothing.
+fn extras(view: &BodyView<'_>, lora: Option<&Lora>) -> Result<PromptExtras, MissReason> {
+    let text = |raw: Option<&str>| match raw.map(json::string) {
+        None => Ok(None),
+        Some(Ok(text)) => Ok(Some(text.into_owned()).filter(|text| !text.is_empty())),
+        // A list, one for each of several prompts.
+        Some(Err(_)) => Err(MissReason::Extras),
+    };
+    Ok(PromptExtras {
+        lora: lora.cloned(),
+        cache_salt: text(view.cache_salt)?,
+        extra_key: text(view.extra_key)?,
+        ..PromptExtras::default()
+    })
 }
 
 /// The prompt of a completion: text, ids, or the first of several.

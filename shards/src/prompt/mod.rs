@@ -23,7 +23,7 @@ mod vectors;
 
 pub use body::BodyView;
 pub use content_format::ContentFormat;
-pub use job::{Job, SLICE_BYTES, Step};
+pub use job::{Job, Keying, SLICE_BYTES, Step};
 pub use model::{Model, ModelError, ModelFiles, TemplateOrigin};
 pub use table::{Entry, Lookup, ModelTable, SLUG_BYTES_MAX, slug};
 pub use template::{Template, TemplateError};
