@@ -23,6 +23,21 @@ impl std::fmt::Debug for Tokenizer {
     }
 }
 
+/// Lengths of pieces, bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PieceLengths {
+    /// Least length up to a special token.
+    pub token: usize,
+    /// The same near the end of the text.
+    pub token_last: usize,
+    /// What counts as near.
+    pub last: usize,
+    /// Length without a special token.
+    pub plain: usize,
+    /// Greatest length.
+    pub max: usize,
+}
+
 /// Why a tokenizer could not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
@@ -109,10 +124,26 @@ impl Tokenizer {
         self.inner.get_added_vocabulary().token_to_id(text).is_some()
     }
 
+    /// Where the piece of text that begins at the place ends: at a token that may be cut at and is far enough, else
+    /// where words may be cut, else at the end of the text. None where the text has no cut within the longest piece.
+    #[must_use]
+    pub(super) fn mark_after(&self, text: &str, at: usize, lengths: PieceLengths) -> Option<usize> {
+        let plain = text.len().min(at + lengths.plain);
+        let near_end = text.len().saturating_sub(lengths.last);
+        let first = (at + lengths.token).min(near_end.max(at + lengths.token_last));
+        let token = (first..plain).find(|&place| self.cuts.may_begin(text.as_bytes()[place]) && self.is_cut(text, place));
+        if token.is_some() || plain == text.len() {
+            return token.or(Some(plain));
+        }
+        let max = text.len().min(at + lengths.max);
+        let before = (at + 1..=plain).rev().find(|&place| self.is_cut(text, place));
+        let after = || (plain + 1..max).find(|&place| self.is_cut(text, place));
+        before.or_else(after).or((max == text.len()).then_some(max))
+    }
+
     /// Length of the text's first piece: about `wanted` bytes where there is a cut near, else up to the next cut, else
     /// the whole text.
-    #[must_use]
-    pub fn piece(&self, text: &str, wanted: usize) -> usize {
+    fn piece(&self, text: &str, wanted: usize) -> usize {
         if text.len() <= wanted {
             return text.len();
         }
@@ -121,7 +152,7 @@ impl Tokenizer {
     }
 
     /// Whether the text may be cut before the byte.
-    fn is_cut(&self, text: &str, at: usize) -> bool {
+    pub(super) fn is_cut(&self, text: &str, at: usize) -> bool {
         let bytes = text.as_bytes();
         let byte = bytes[at];
         if byte == b' ' {

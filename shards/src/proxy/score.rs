@@ -1,9 +1,11 @@
 //! From a request to the evidence its routing decision stands on: prompt keys, made in slices, walked through the
 //! inventory as they come.
 
+use std::cell::RefCell;
+
 use crate::executor::Ticket;
 use crate::inventory::{Reader, Run, Walk};
-use crate::prompt::{Api, BodyView, Job, Keying, Lookup, ModelTable, Step};
+use crate::prompt::{Api, BodyView, Job, Keying, Lookup, ModelTable, PrefixCache, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason};
 
@@ -38,19 +40,25 @@ impl Score {
 }
 
 /// Scores the request's prompt, giving way between slices. Dropping it stops the work.
-pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestView<'_>, ticket: &Ticket) -> Score {
+pub async fn score(
+    local: &LocalService,
+    models: &ModelTable,
+    prefixes: &RefCell<PrefixCache>,
+    request: &RequestView<'_>,
+    ticket: &Ticket,
+) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
     let ticket = ticket.take().await;
     // The whole body is looked through here, the whole chat rendered below; each is a slice of its own.
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
     ticket.breathe().await;
-    let job = match begin(api, kv, models, body, request) {
+    let job = match begin(api, kv, models, body, request, &mut prefixes.borrow_mut()) {
         Ok(job) => job,
         Err(reason) => return Score::Miss(reason),
     };
     ticket.breathe().await;
-    let mut work = Work { job, walk: Walk::default() };
+    let mut work = Work { job: Some(job), walk: Walk::default(), prefixes };
     loop {
         match work.slice(reader) {
             Ok(None) => ticket.breathe().await,
@@ -66,6 +74,7 @@ fn begin<'a>(
     models: &ModelTable,
     body: &BodyView<'a>,
     request: &RequestView<'_>,
+    prefixes: &mut PrefixCache,
 ) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
     let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
@@ -74,19 +83,30 @@ fn begin<'a>(
     let Lookup::Ready(model) = models.lookup(base) else { return Err(MissReason::Tokenizer) };
     let lora = adapter.map(|adapter| &adapter.lora);
     let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
-    Job::of_view(api, body, model, kv.chat_template.as_ref(), keying)
+    Job::of_view(api, body, model, kv.chat_template.as_ref(), keying, prefixes)
 }
 
 struct Work<'a> {
-    job: Job<'a>,
+    /// Some until it is over.
+    job: Option<Job<'a>>,
     walk: Walk,
+    prefixes: &'a RefCell<PrefixCache>,
+}
+
+impl Drop for Work<'_> {
+    fn drop(&mut self) {
+        if let Some(job) = self.job.take() {
+            job.remember(&mut self.prefixes.borrow_mut());
+        }
+    }
 }
 
 impl Work<'_> {
     /// One slice: some keys, and how far the holders go along with them. The inventory is not held beyond it.
     fn slice(&mut self, reader: &Reader) -> Result<Option<Score>, MissReason> {
-        let step = self.job.step()?;
-        let keys = self.job.take_keys();
+        let Some(job) = &mut self.job else { return Err(MissReason::Hashes) };
+        let step = job.step()?;
+        let keys = job.take_keys();
         if keys.is_empty() && step == Step::More {
             return Ok(None);
         }
@@ -96,6 +116,6 @@ impl Work<'_> {
             return Ok(None);
         }
         let runs = self.walk.runs(&guard).collect();
-        Ok(Some(Score::Runs { prompt_tokens: self.job.prompt_tokens(), runs }))
+        Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs }))
     }
 }
