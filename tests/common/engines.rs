@@ -15,7 +15,7 @@ pub struct Seen {
     pub body: Vec<u8>,
 }
 
-/// An HTTP server that answers every request with 200 and a small JSON object, and notes all but health probes.
+/// An HTTP server that answers every request with 200 and a small JSON object, and notes all but the gateway's own.
 pub struct StubEngine {
     /// Where it listens.
     pub address: SocketAddr,
@@ -27,14 +27,20 @@ pub struct StubEngine {
 impl StubEngine {
     /// Starts on a free port; its threads end with the process.
     pub fn start() -> Self {
+        Self::start_as(Persona::default())
+    }
+
+    /// Starts one that describes itself.
+    pub fn start_as(persona: Persona) -> Self {
+        let persona = Arc::new(persona);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
         let address = listener.local_addr().expect("a bound socket has an address");
         let seen = Arc::new(Mutex::new(Vec::new()));
         let notes = Arc::clone(&seen);
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
-                let notes = Arc::clone(&notes);
-                std::thread::spawn(move || serve(stream, &notes));
+                let (notes, persona) = (Arc::clone(&notes), Arc::clone(&persona));
+                std::thread::spawn(move || serve(stream, &notes, &persona));
             }
         });
         StubEngine { address, event_port: super::free_port(), seen }
@@ -46,21 +52,45 @@ impl StubEngine {
     }
 }
 
-fn serve(stream: TcpStream, notes: &Mutex<Vec<Seen>>) -> Option<()> {
+/// What a stub says of itself when the gateway asks.
+#[derive(Default)]
+pub struct Persona {
+    /// Bodies by path; other paths get the same answer as everything.
+    pub answers: Vec<(&'static str, String)>,
+    /// What the gateway's own calls must show as a bearer token; without it they are answered 401.
+    pub token: Option<&'static str>,
+}
+
+impl Persona {
+    /// The status and body for one of the gateway's own calls.
+    fn answer(&self, seen: &Seen) -> Option<(&'static str, &str)> {
+        let shown = |token: &str| seen.headers.iter().any(|header| *header == format!("Authorization: Bearer {token}"));
+        if self.token.is_some_and(|token| !shown(token)) {
+            return Some(("401 Unauthorized", "{}"));
+        }
+        let path = seen.line.split(' ').nth(1)?;
+        self.answers.iter().find(|(known, _)| *known == path).map(|(_, body)| ("200 OK", body.as_str()))
+    }
+}
+
+fn serve(stream: TcpStream, notes: &Mutex<Vec<Seen>>, persona: &Persona) -> Option<()> {
     let mut writer = stream.try_clone().ok()?;
     let mut reader = BufReader::new(stream);
     loop {
         let seen = read_request(&mut reader)?;
-        let body = if seen.line.starts_with("GET /v1/models") {
+        let own = seen.headers.iter().any(|header| header == "User-Agent: kvlane");
+        let usual = if seen.line.starts_with("GET /v1/models") {
             r#"{"object":"list","data":[]}"#
         } else {
             r#"{"object":"text_completion","choices":[]}"#
         };
-        if !seen.line.starts_with("GET /health") {
+        let persona = if own { persona.answer(&seen) } else { None };
+        let (status, body) = persona.unwrap_or(("200 OK", usual));
+        if !own {
             notes.lock().ok()?.push(seen);
         }
         let head =
-            format!("HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n", body.len());
+            format!("HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n", body.len());
         writer.write_all(head.as_bytes()).ok()?;
         writer.write_all(body.as_bytes()).ok()?;
     }
