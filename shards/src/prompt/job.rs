@@ -227,7 +227,7 @@ impl<'a> Job<'a> {
         let model = Arc::clone(&self.model);
         let tokenizer = model.tokenizer();
         let mut at = from;
-        while at < self.memory.text.len() && at - from < SLICE_BYTES {
+        while at < self.memory.text.len() && at - from + PLAIN_BYTES <= SLICE_BYTES {
             let Some(end) = tokenizer.mark_after(&self.memory.text, at, PIECE) else {
                 self.source = Source::Unbroken { bytes: self.memory.text.len() - at };
                 return Ok(());

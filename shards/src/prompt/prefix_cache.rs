@@ -218,3 +218,7 @@ fn strides(start: u64, subject: &[u8]) -> Strides {
     });
     std::iter::once(start).chain(chained).collect()
 }
+
+#[cfg(test)]
+#[path = "prefix_cache_tests.rs"]
+mod tests;

@@ -4,7 +4,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::*;
-use crate::prompt::outside_data;
+use crate::prompt::outside_data::{self, Random};
 
 const SLUGS: [&str; 7] = [
     "Qwen__Qwen3-0.6B",
@@ -107,18 +107,6 @@ fn tokens_that_overlap_are_never_cut_at() {
         ("<|a|><|", "<|a|>", true),
     ] {
         assert_eq!(can_swallow(other, token), swallows, "{other} over {token}");
-    }
-}
-
-/// A small generator so that a run can be repeated by its seed.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        usize::try_from(self.0 % bound as u64).unwrap()
     }
 }
 
