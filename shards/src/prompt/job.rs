@@ -10,8 +10,8 @@ use std::sync::Arc;
 use tokenizers::pipeline::PipelineToken;
 
 use super::body::{self, BodyView};
-use super::model::Model;
 use super::memory::{Context, Mark, Memory, Start};
+use super::model::Model;
 use super::prefix_cache::{PrefixCache, Strides};
 use super::recall::{self, Chat};
 use super::tokenizer::PieceLengths;
@@ -61,11 +61,16 @@ pub struct Job<'a> {
 #[derive(Debug)]
 enum Source<'a> {
     /// The memory's text.
-    Text { at: usize, special: bool },
+    Text {
+        at: usize,
+        special: bool,
+    },
     /// The rest of a JSON list of ids, after its bracket.
     Ids(&'a str),
     /// Nothing, but so many bytes have no keys, since nobody can tell cheaply where their tokens end.
-    Unbroken { bytes: usize },
+    Unbroken {
+        bytes: usize,
+    },
     Done,
 }
 

@@ -34,7 +34,8 @@ impl Context {
         block_tokens: NonZeroU32,
         members: &[Option<&str>],
     ) -> Self {
-        let mut spelled = Vec::with_capacity(members.iter().flatten().map(|m| m.len()).sum::<usize>() + 9 * members.len());
+        let mut spelled =
+            Vec::with_capacity(members.iter().flatten().map(|m| m.len()).sum::<usize>() + 9 * members.len());
         for member in members {
             let length = member.map_or(u64::MAX, |member| member.len() as u64);
             spelled.extend_from_slice(&length.to_le_bytes());

@@ -18,6 +18,7 @@ mod prefix_cache;
 mod pyvalue;
 mod recall;
 mod regrow;
+mod slices;
 mod source;
 mod table;
 mod template;

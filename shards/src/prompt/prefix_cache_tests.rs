@@ -28,7 +28,8 @@ fn model(test: &str, number: usize) -> Option<Arc<Model>> {
         let config = template["special_tokens"].to_string();
         let tokenizer = std::fs::read_to_string(dir.join("tokenizer.json")).unwrap();
         let template = template["text"].as_str().map(str::to_owned);
-        let files = ModelFiles { slug: slug.into(), tokenizer, config: Some(config), template, ..ModelFiles::default() };
+        let files =
+            ModelFiles { slug: slug.into(), tokenizer, config: Some(config), template, ..ModelFiles::default() };
         Some(Arc::new(Model::load(&files, || std::time::SystemTime::UNIX_EPOCH).unwrap()))
     };
     LOADED[number].get_or_init(load).clone()
@@ -67,8 +68,10 @@ fn message(random: &mut Random, role: &str, text: &str) -> serde_json::Value {
     let end = text.floor_char_boundary(text.len().min(start + random.below(900)));
     let content = &text[start..end];
     match (role, random.below(8)) {
-        ("assistant", 0) => serde_json::json!({"role": role, "content": "", "tool_calls": [{"id": "c1", "type": "function",
-            "function": {"name": "find", "arguments": format!("{{\"q\": {}}}", random.below(99))}}]}),
+        ("assistant", 0) => {
+            serde_json::json!({"role": role, "content": "", "tool_calls": [{"id": "c1", "type": "function",
+            "function": {"name": "find", "arguments": format!("{{\"q\": {}}}", random.below(99))}}]})
+        }
         ("assistant", 1) => serde_json::json!({"role": role, "content": content, "reasoning_content": "let me see"}),
         ("assistant", 2) => {
             serde_json::json!({"role": role, "content": format!("<think>\nhm\n</think>\n\n{content}")})
@@ -118,12 +121,14 @@ fn a_conversation_has_the_keys_of_its_whole_render_at_every_turn() {
             }
             let mut body = serde_json::json!({"messages": conversation});
             if pick % 3 == 1 {
-                body["tools"] = serde_json::json!([{"type": "function", "function": {"name": "find", "parameters": {}}}]);
+                body["tools"] =
+                    serde_json::json!([{"type": "function", "function": {"name": "find", "parameters": {}}}]);
             }
             if pick % 3 == 2 {
                 body["chat_template_kwargs"] = serde_json::json!({"enable_thinking": false});
             }
-            keyed += usize::from(same(Api::ChatCompletions, &body.to_string(), &model, &mut cache, &format!("turn {turn}")));
+            keyed +=
+                usize::from(same(Api::ChatCompletions, &body.to_string(), &model, &mut cache, &format!("turn {turn}")));
         }
         let stats = cache.stats();
         eprintln!("{}: {keyed} of {turns} keyed, {stats:?}", MODELS[number].0);

@@ -128,7 +128,9 @@ impl Growth<'_> {
             let same = text.len() == keep + tail.len() && text.starts_with(&self.text[..keep]) && text.ends_with(&tail);
             let record = trust.record(self.model, self.template);
             if !same {
-                tracing::debug!("a chat template's text depends on more than near messages: it is always rendered whole");
+                tracing::debug!(
+                    "a chat template's text depends on more than near messages: it is always rendered whole"
+                );
                 record.refused = true;
                 trust.differences += 1;
                 return Ok(Grown::Whole(text));

@@ -168,6 +168,11 @@ fn random_text(random: &mut Random, specials: &[&str]) -> String {
                 let start = (start..=CORPUS.len()).find(|&n| CORPUS.is_char_boundary(n)).unwrap_or(0);
                 text.extend(CORPUS[start..].chars().take(1 + random.below(12)));
             }
+            5 => text.extend(
+                (0..random.below(30))
+                    .filter_map(|_| char::from_u32(0x4E00 + u32::try_from(random.below(3000)).unwrap())),
+            ),
+            6 => text.extend((0..random.below(40)).map(|_| char::from(b"aZb0c1X9"[random.below(8)]))),
             _ => text.push_str(BITS[random.below(BITS.len())]),
         }
     }
