@@ -94,6 +94,9 @@ pub(super) fn read_messages(raw: &str, template: &Template, known: &mut Vec<Mess
     if known.is_empty() { Err(MissReason::TextEmpty) } else { Ok(()) }
 }
 
+/// Bytes at both ends of a message that are looked through for what its shape hangs on.
+const SHAPE_BYTES: usize = 1024;
+
 fn shape(message: &PyDict, raw: &str, template: &Template) -> (Role, u64) {
     let name = message.get("role").and_then(Value::as_str).unwrap_or_default();
     let role = match name {
@@ -107,8 +110,11 @@ fn shape(message: &PyDict, raw: &str, template: &Template) -> (Role, u64) {
     for (key, value) in message.entries() {
         (key.as_str(), std::mem::discriminant(&value.kind()), value.is_true()).hash(&mut hash);
     }
+    // Where markup stands in practice; the shape need not be complete, and a long text is not worth a scan for each.
+    let head = &raw[..raw.floor_char_boundary(SHAPE_BYTES)];
+    let tail = &raw[raw.floor_char_boundary(raw.len().saturating_sub(SHAPE_BYTES).max(head.len()))..];
     for text in template.sought() {
-        memchr::memmem::find(raw.as_bytes(), text.as_bytes()).is_some().hash(&mut hash);
+        (head.contains(&**text), tail.contains(&**text)).hash(&mut hash);
     }
     (role, hash.finish())
 }
@@ -350,6 +356,12 @@ fn parsed_arguments(text: &str) -> Result<Value, MissReason> {
 }
 
 fn content(content: Option<&Value>, role: &str, format: ContentFormat) -> Result<Value, MissReason> {
+    // The usual case, without the detour that copies the text.
+    if let Some(value) = content.filter(|c| c.kind() == ValueKind::String && format == ContentFormat::String)
+        && role != "system"
+    {
+        return Ok(value.clone());
+    }
     let parts = match content {
         None => Vec::new(),
         Some(value) if value.is_none() => Vec::new(),

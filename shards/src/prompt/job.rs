@@ -6,6 +6,7 @@
 use std::borrow::Cow;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use tokenizers::pipeline::PipelineToken;
 
@@ -23,6 +24,8 @@ use crate::service::MissReason;
 /// Text of one slice, bytes: under 1 ms even for texts that tokenize slowly (9 MB/s). Where the tokenizer has no
 /// proved cut in so many bytes the keys end.
 pub const SLICE_BYTES: usize = 8 * 1024;
+/// Time after which a slice ends at the next mark: some texts tokenize ten times slower than others.
+const SLICE_TIME: Duration = Duration::from_micros(300);
 /// Token ids read from a list in one slice.
 const SLICE_IDS: usize = 4096;
 /// Bytes per token assumed until the first slice has shown better.
@@ -232,7 +235,11 @@ impl<'a> Job<'a> {
         let model = Arc::clone(&self.model);
         let tokenizer = model.tokenizer();
         let mut at = from;
-        while at < self.memory.text.len() && at - from + PLAIN_BYTES <= SLICE_BYTES {
+        let start = Instant::now();
+        while at < self.memory.text.len()
+            && at - from + PLAIN_BYTES <= SLICE_BYTES
+            && (at == from || start.elapsed() < SLICE_TIME)
+        {
             let Some(end) = tokenizer.mark_after(&self.memory.text, at, PIECE) else {
                 self.source = Source::Unbroken { bytes: self.memory.text.len() - at };
                 return Ok(());

@@ -242,6 +242,10 @@ impl<'a> Reader<'a> {
     /// Moves to the next quote or backslash and returns its place; both are ASCII, so it is a character boundary.
     fn plain_run(&mut self) -> Result<usize, JsonError> {
         let rest = &self.text.as_bytes()[self.at..];
+        // Escapes often stand side by side.
+        if let Some(b'"' | b'\\') = rest.first() {
+            return Ok(self.at);
+        }
         let run = memchr::memchr2(b'"', b'\\', rest).ok_or(JsonError::Syntax)?;
         self.at += run;
         Ok(self.at)
