@@ -4,6 +4,7 @@ mod e2e;
 mod hash;
 mod lookup;
 mod memory;
+mod prompt;
 
 use std::process::ExitCode;
 
@@ -24,6 +25,8 @@ enum Command {
     Hash(hash::Args),
     /// Inventory look-up and route decision, adds and bytes per pair, beside the same store in evmap.
     Lookup(lookup::Args),
+    /// From a request body to block keys, part by part, through the prefix cache.
+    Prompt(prompt::Args),
     /// The gateway, as a child of a benchmark.
     #[command(hide = true)]
     Gateway {
@@ -38,6 +41,7 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::E2e(args) => return e2e::main(&args),
         Command::Hash(args) => print!("{}", hash::run(&args)),
         Command::Lookup(args) => print!("{}", lookup::run(&args)?),
+        Command::Prompt(args) => print!("{}", prompt::run(&args)?),
         Command::Gateway { arguments } => return Ok(loadgen::child::gateway(arguments)),
     }
     Ok(ExitCode::SUCCESS)

@@ -9,7 +9,7 @@
 //! Ratios within one run are what counts; times differ from machine to machine.
 
 mod backend;
-mod bodies;
+pub(crate) mod bodies;
 mod cpu;
 mod proxies;
 

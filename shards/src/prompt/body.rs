@@ -44,6 +44,38 @@ impl<'a> BodyView<'a> {
         Some(view)
     }
 
+    /// The members that decide over a prompt's text or keys beside the prompt itself, in a fixed order.
+    pub(super) fn members(&self) -> [Option<&'a str>; 9] {
+        // Every member is named here, so that a new one cannot be forgotten.
+        let BodyView {
+            model: _,
+            stream: _,
+            prompt: _,
+            messages: _,
+            tools,
+            documents,
+            chat_template_kwargs,
+            reasoning_effort,
+            add_generation_prompt,
+            continue_final_message,
+            add_special_tokens,
+            cache_salt,
+            extra_key,
+            unkeyable: _,
+        } = *self;
+        [
+            tools,
+            documents,
+            chat_template_kwargs,
+            reasoning_effort,
+            add_generation_prompt,
+            continue_final_message,
+            add_special_tokens,
+            cache_salt,
+            extra_key,
+        ]
+    }
+
     fn set(&mut self, name: &str, raw: &'a str) {
         let present = (raw != "null").then_some(raw);
         match name {

@@ -4,9 +4,12 @@
 //! without keys. Where versions differ, the newest (0.33) is followed.
 
 use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use minijinja::Value;
-use minijinja::value::ValueKind;
+use minijinja::value::{Object, ObjectRepr, ValueKind};
 
 use super::body::{self, BodyView};
 use super::content_format::ContentFormat;
@@ -36,33 +39,189 @@ const RESERVED_KWARGS: [&str; 12] = [
 /// # Errors
 /// [`MissReason::TextEmpty`] without messages, [`MissReason::Template`] where the template refuses, and
 /// [`MissReason::Tokenize`] where the request has something the gateway cannot know.
+#[cfg(test)]
 pub(super) fn render(view: &BodyView, template: &Template) -> Result<String, MissReason> {
-    let messages = json::value(view.messages.ok_or(MissReason::TextEmpty)?).map_err(|_| MissReason::Tokenize)?;
-    let messages = conversation(&messages, template)?;
-    let last_content = messages.last().and_then(|m| m.get("content").cloned());
-    let generation = body::flag(view.add_generation_prompt, true).ok_or(MissReason::Tokenize)?;
-    let continued = body::flag(view.continue_final_message, false).ok_or(MissReason::Tokenize)?;
-    if generation && continued {
-        return Err(MissReason::Tokenize);
-    }
-    let messages = messages.into_iter().map(Value::from_object).collect::<Vec<_>>();
-    let variables = variables(view, messages, generation)?;
-    let text = template.render(variables).map_err(|error| {
-        // A client can cause this at will: counted by reason, and in the log only on request.
-        tracing::debug!(%error, "a chat is routed without keys");
-        MissReason::Template
-    })?;
-    if !continued {
-        return Ok(text);
-    }
-    let last = last_content.as_ref().and_then(final_text).ok_or(MissReason::Tokenize)?;
-    cut_after(text, &last).ok_or(MissReason::Template)
+    let mut messages = Vec::new();
+    read_messages(view.messages.ok_or(MissReason::TextEmpty)?, template, &mut messages)?;
+    Frame::of(view)?.render(&messages, template)
 }
 
-fn variables(view: &BodyView, messages: Vec<Value>, generation: bool) -> Result<Value, MissReason> {
+/// One message of a conversation as its template sees it.
+#[derive(Clone, Debug)]
+pub(super) struct Message {
+    /// The message.
+    pub value: Value,
+    /// Where it ends in the text of the list.
+    pub end: usize,
+    /// Whose it is.
+    pub role: Role,
+    /// Hash of what a template may decide upon: role, members and their kinds, and which of the texts it looks for occur.
+    pub shape: u64,
+}
+
+/// Whose a message is, as far as it matters here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Role {
+    /// `system` or `developer`.
+    System,
+    /// `user`.
+    User,
+    /// `assistant`.
+    Assistant,
+    /// Any other.
+    Other,
+}
+
+impl From<json::JsonError> for MissReason {
+    fn from(_: json::JsonError) -> Self {
+        MissReason::Tokenize
+    }
+}
+
+/// Reads a list of messages on from those that are known already.
+///
+/// # Errors
+/// As [`Frame::render`].
+pub(super) fn read_messages(raw: &str, template: &Template, known: &mut Vec<Message>) -> Result<(), MissReason> {
+    let from = known.last().map_or(0, |message| message.end);
+    json::elements::<MissReason>(raw, from, |value, place| {
+        let dict = value.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
+        let dict = message(dict, template.content_format())?;
+        let (role, shape) = shape(&dict, &raw[place.clone()], template);
+        known.push(Message { value: Value::from_object(dict), end: place.end, role, shape });
+        Ok(())
+    })?;
+    if known.is_empty() { Err(MissReason::TextEmpty) } else { Ok(()) }
+}
+
+/// Bytes at both ends of a message that are looked through for what its shape hangs on.
+const SHAPE_BYTES: usize = 1024;
+
+fn shape(message: &PyDict, raw: &str, template: &Template) -> (Role, u64) {
+    let name = message.get("role").and_then(Value::as_str).unwrap_or_default();
+    let role = match name {
+        "system" | "developer" => Role::System,
+        "user" => Role::User,
+        "assistant" => Role::Assistant,
+        _ => Role::Other,
+    };
+    let mut hash = DefaultHasher::new();
+    name.hash(&mut hash);
+    for (key, value) in message.entries() {
+        (key.as_str(), std::mem::discriminant(&value.kind()), value.is_true()).hash(&mut hash);
+    }
+    // Where markup stands in practice; the shape need not be complete, and a long text is not worth a scan for each.
+    let head = &raw[..raw.floor_char_boundary(SHAPE_BYTES)];
+    let tail = &raw[raw.floor_char_boundary(raw.len().saturating_sub(SHAPE_BYTES).max(head.len()))..];
+    for text in template.sought() {
+        (head.contains(&**text), tail.contains(&**text)).hash(&mut hash);
+    }
+    (role, hash.finish())
+}
+
+/// What the template of a request sees beside the messages, and how its text ends.
+#[derive(Debug)]
+pub(super) struct Frame {
+    variables: Arc<BTreeMap<String, Value>>,
+    continued: bool,
+    shape: u64,
+}
+
+impl Frame {
+    /// Reads the members of a request.
+    ///
+    /// # Errors
+    /// [`MissReason::Tokenize`] where the request has something the gateway cannot know.
+    pub(super) fn of(view: &BodyView) -> Result<Self, MissReason> {
+        let generation = body::flag(view.add_generation_prompt, true).ok_or(MissReason::Tokenize)?;
+        let continued = body::flag(view.continue_final_message, false).ok_or(MissReason::Tokenize)?;
+        if generation && continued {
+            return Err(MissReason::Tokenize);
+        }
+        let mut shape = DefaultHasher::new();
+        (generation, view.tools.is_some(), view.documents.is_some()).hash(&mut shape);
+        (view.chat_template_kwargs, view.reasoning_effort).hash(&mut shape);
+        Ok(Frame { variables: Arc::new(variables(view, generation)?), continued, shape: shape.finish() })
+    }
+
+    /// Hash of what a template may decide upon.
+    pub(super) fn shape(&self) -> u64 {
+        self.shape
+    }
+
+    /// Whether the text is what the template makes of the messages as they stand.
+    pub(super) fn is_plain(&self, messages: &[Message], template: &Template) -> bool {
+        !self.continued && (template.knows_developer() || !messages.iter().any(is_developer))
+    }
+
+    /// Renders the text of messages, of which there must be some.
+    ///
+    /// # Errors
+    /// [`MissReason::Template`] where the template refuses, [`MissReason::Tokenize`] where the messages have something
+    /// the gateway cannot know.
+    pub(super) fn render(&self, messages: &[Message], template: &Template) -> Result<String, MissReason> {
+        let values: Vec<Value> = if !template.knows_developer() && messages.iter().any(is_developer) {
+            developer_as_system(messages, template.content_format())?
+        } else {
+            messages.iter().map(|message| message.value.clone()).collect()
+        };
+        let last = if self.continued { values.last().cloned() } else { None };
+        let text = self.render_values(values, template)?;
+        if !self.continued {
+            return Ok(text);
+        }
+        let content = last.as_ref().and_then(dict).and_then(|message| message.get("content"));
+        let last = content.and_then(final_text).ok_or(MissReason::Tokenize)?;
+        cut_after(text, &last).ok_or(MissReason::Template)
+    }
+
+    /// Renders what the template makes of messages as they stand.
+    pub(super) fn render_values(&self, messages: Vec<Value>, template: &Template) -> Result<String, MissReason> {
+        let scope = Scope { frame: Arc::clone(&self.variables), messages: Value::from(messages) };
+        // The renderer is not ours: whatever a conversation makes it do must stay a reason.
+        let rendered = catch_unwind(AssertUnwindSafe(|| template.render(Value::from_object(scope))));
+        rendered.map_err(|_| MissReason::Template)?.map_err(|error| {
+            // A client can cause this at will: counted by reason, and in the log only on request.
+            tracing::debug!(%error, "a chat is routed without keys");
+            MissReason::Template
+        })
+    }
+}
+
+/// The names a template finds: a scope, not a dict, so that they are found before any method.
+#[derive(Debug)]
+struct Scope {
+    frame: Arc<BTreeMap<String, Value>>,
+    messages: Value,
+}
+
+impl Object for Scope {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Map
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.get_value_by_str(key.as_str()?)
+    }
+
+    fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
+        if key == "messages" { Some(self.messages.clone()) } else { self.frame.get(key).cloned() }
+    }
+}
+
+fn dict(value: &Value) -> Option<&PyDict> {
+    value.downcast_object_ref::<PyDict>()
+}
+
+fn is_developer(message: &Message) -> bool {
+    message.role == Role::System
+        && dict(&message.value).and_then(|message| message.get("role")).and_then(Value::as_str) == Some("developer")
+}
+
+fn variables(view: &BodyView, generation: bool) -> Result<BTreeMap<String, Value>, MissReason> {
     let read = |raw: &str| json::value(raw).map_err(|_| MissReason::Tokenize);
-    let mut variables = PyDict::default();
-    variables.set("documents", Value::from(()));
+    let mut variables = BTreeMap::new();
+    variables.insert("documents".to_owned(), Value::from(()));
     let mut thinking_given = false;
     if let Some(raw) = view.chat_template_kwargs {
         let kwargs = read(raw)?;
@@ -73,27 +232,24 @@ fn variables(view: &BodyView, messages: Vec<Value>, generation: bool) -> Result<
                 return Err(MissReason::Tokenize);
             }
             thinking_given |= key == "enable_thinking";
-            variables.set(key, value.clone());
+            variables.insert(key.to_owned(), value.clone());
         }
     }
-    variables.set("messages", Value::from(messages));
-    variables.set("tools", view.tools.map(tools).transpose()?.unwrap_or(Value::from(())));
-    variables.set("add_generation_prompt", Value::from(generation));
+    variables.insert("tools".to_owned(), view.tools.map(tools).transpose()?.unwrap_or(Value::from(())));
+    variables.insert("add_generation_prompt".to_owned(), Value::from(generation));
     if let Some(raw) = view.documents {
-        variables.set("documents", read(raw)?);
+        variables.insert("documents".to_owned(), read(raw)?);
     }
     if let Some(raw) = view.reasoning_effort {
         let effort = json::string(raw).map_err(|_| MissReason::Tokenize)?;
         if effort != "auto" {
-            variables.set("reasoning_effort", Value::from(effort.as_ref()));
+            variables.insert("reasoning_effort".to_owned(), Value::from(effort.as_ref()));
             if !thinking_given {
-                variables.set("enable_thinking", Value::from(effort != "none"));
+                variables.insert("enable_thinking".to_owned(), Value::from(effort != "none"));
             }
         }
     }
-    // A scope, not a dict: its names are found before any method.
-    let named = |(name, value): &(Value, Value)| Some((name.as_str()?.to_owned(), value.clone()));
-    Ok(Value::from(variables.entries().iter().filter_map(named).collect::<BTreeMap<String, Value>>()))
+    Ok(variables)
 }
 
 /// The tools as the engine hands them on: known members in their fixed order, absent ones as null, others dropped.
@@ -130,24 +286,6 @@ fn list(value: &Value) -> Result<impl Iterator<Item = Value>, MissReason> {
         return Err(MissReason::Tokenize);
     }
     value.try_iter().map_err(|_| MissReason::Tokenize)
-}
-
-fn conversation(messages: &Value, template: &Template) -> Result<Vec<PyDict>, MissReason> {
-    let mut out = Vec::new();
-    let mut developer = false;
-    for message in list(messages)? {
-        let message = message.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-        let message = self::message(message, template.content_format())?;
-        developer |= message.get("role").and_then(Value::as_str) == Some("developer");
-        out.push(message);
-    }
-    if out.is_empty() {
-        return Err(MissReason::TextEmpty);
-    }
-    if developer && !template.knows_developer() {
-        return developer_as_system(out, template.content_format());
-    }
-    Ok(out)
 }
 
 fn message(message: &PyDict, format: ContentFormat) -> Result<PyDict, MissReason> {
@@ -218,6 +356,12 @@ fn parsed_arguments(text: &str) -> Result<Value, MissReason> {
 }
 
 fn content(content: Option<&Value>, role: &str, format: ContentFormat) -> Result<Value, MissReason> {
+    // The usual case, without the detour that copies the text.
+    if let Some(value) = content.filter(|c| c.kind() == ValueKind::String && format == ContentFormat::String)
+        && role != "system"
+    {
+        return Ok(value.clone());
+    }
     let parts = match content {
         None => Vec::new(),
         Some(value) if value.is_none() => Vec::new(),
@@ -264,17 +408,16 @@ fn text_part(part: &Value) -> Result<PyDict, MissReason> {
 }
 
 /// For templates without a place for `developer`: it becomes `system`, and all system texts move to the front as one.
-fn developer_as_system(messages: Vec<PyDict>, format: ContentFormat) -> Result<Vec<PyDict>, MissReason> {
+fn developer_as_system(messages: &[Message], format: ContentFormat) -> Result<Vec<Value>, MissReason> {
     if format != ContentFormat::String {
         return Err(MissReason::Tokenize);
     }
-    let is_system = |m: &PyDict| matches!(m.get("role").and_then(Value::as_str), Some("system" | "developer"));
-    let (system, rest): (Vec<PyDict>, Vec<PyDict>) = messages.into_iter().partition(is_system);
-    let texts: Vec<&str> = system.iter().filter_map(|m| m.get("content").and_then(Value::as_str)).collect();
+    let (system, rest): (Vec<&Message>, Vec<&Message>) = messages.iter().partition(|m| m.role == Role::System);
+    let texts = system.iter().filter_map(|m| dict(&m.value)?.get("content")?.as_str());
     let mut first = PyDict::default();
     first.set("role", Value::from("system"));
-    first.set("content", Value::from(texts.join("\n\n")));
-    Ok(std::iter::once(first).chain(rest).collect())
+    first.set("content", Value::from(texts.collect::<Vec<_>>().join("\n\n")));
+    Ok(std::iter::once(Value::from_object(first)).chain(rest.into_iter().map(|m| m.value.clone())).collect())
 }
 
 /// The text of a message's content: the last part's where it is a list.

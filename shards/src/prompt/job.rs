@@ -5,46 +5,66 @@
 
 use std::borrow::Cow;
 use std::num::NonZeroU32;
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use tokenizers::pipeline::PipelineToken;
 
 use super::body::{self, BodyView};
+use super::memory::{Context, Mark, Memory, Start};
 use super::model::Model;
-use super::{Api, chat, json};
+use super::prefix_cache::{PrefixCache, Strides};
+use super::recall::{self, Chat};
+use super::tokenizer::PieceLengths;
+use super::{Api, json};
 use crate::block::{Contract, ContractError, KeyStream, Lora, PromptExtras};
 use crate::ids::BlockKey;
 use crate::service::MissReason;
 
-/// Text of one slice, bytes: well under 1 ms even for scripts that tokenize slowly (15 MB/s). Where the tokenizer has
-/// no proved cut the piece, and with it the slice, is as long as it must be.
+/// Text of one slice, bytes: under 1 ms even for texts that tokenize slowly (9 MB/s). Where the tokenizer has no
+/// proved cut in so many bytes the keys end.
 pub const SLICE_BYTES: usize = 8 * 1024;
+/// Time after which a slice ends at the next mark: some texts tokenize ten times slower than others.
+const SLICE_TIME: Duration = Duration::from_micros(300);
 /// Token ids read from a list in one slice.
 const SLICE_IDS: usize = 4096;
 /// Bytes per token assumed until the first slice has shown better.
 const BYTES_PER_TOKEN_ASSUMED: u64 = 4;
 
+/// Bytes of text that should lie between two marks, where there are cuts.
+const MARK_BYTES: usize = 1024;
+/// The same near the end of the text, where the next turn is likely to part from it.
+const MARK_BYTES_LAST: usize = 48;
+/// What counts as near.
+const LAST_BYTES: usize = 4096;
+/// Piece of text without a special token, after which a cut of another kind is taken.
+const PLAIN_BYTES: usize = 2048;
+/// Remembered keys shown in one slice.
+const SLICE_KEYS: usize = 4096;
+
 /// The keys of one prompt, made in slices. Borrows the request's body.
 #[derive(Debug)]
 pub struct Job<'a> {
     model: Arc<Model>,
+    memory: Box<Memory>,
+    strides: Strides,
     source: Source<'a>,
     /// What the request says beyond its tokens.
     extras: PromptExtras,
     stream: KeyStream,
-    /// The tokens of one slice.
-    slice: Vec<u32>,
-    scratch: Vec<PipelineToken>,
-    keys: Vec<BlockKey>,
-    taken: usize,
     /// Streams beside the job's own that are fed the same tokens.
     others: Vec<Other>,
+    /// The tokens of one piece.
+    piece: Vec<u32>,
+    scratch: Vec<PipelineToken>,
+    /// Keys that were taken, and that may be.
+    taken: usize,
+    offered: usize,
     tokens: u64,
     bytes_done: u64,
 }
 
-/// A further stream of keys and what it made since it was last asked.
+/// A stream of keys under another contract, from the same tokens.
 #[derive(Debug)]
 struct Other {
     stream: KeyStream,
@@ -60,13 +80,17 @@ impl Other {
 /// What is still to be done.
 #[derive(Debug)]
 enum Source<'a> {
+    /// The memory's text.
     Text {
-        text: Cow<'a, str>,
         at: usize,
         special: bool,
     },
     /// The rest of a JSON list of ids, after its bracket.
     Ids(&'a str),
+    /// Nothing, but so many bytes have no keys, since nobody can tell cheaply where their tokens end.
+    Unbroken {
+        bytes: usize,
+    },
     Done,
 }
 
@@ -91,7 +115,7 @@ pub struct Keying<'a> {
 }
 
 impl<'a> Job<'a> {
-    /// Begins with a body. A chat is rendered here, in one go.
+    /// Begins with a body, and remembers nothing.
     ///
     /// # Errors
     /// The reason why the prompt cannot be keyed.
@@ -103,10 +127,11 @@ impl<'a> Job<'a> {
         keying: Keying<'_>,
     ) -> Result<Self, MissReason> {
         let view = BodyView::parse(body).ok_or(MissReason::Tokenize)?;
-        Job::of_view(api, &view, model, template, keying)
+        Job::of_view(api, &view, model, template, keying, &mut PrefixCache::new(0))
     }
 
-    /// Begins with a body that is viewed already.
+    /// Begins with a body that is viewed already. A chat is rendered here, in one go, as far as the cache does not
+    /// know its text.
     ///
     /// # Errors
     /// The reason why the prompt cannot be keyed.
@@ -116,60 +141,81 @@ impl<'a> Job<'a> {
         model: &Arc<Model>,
         template: Option<&Arc<str>>,
         keying: Keying<'_>,
+        cache: &mut PrefixCache,
     ) -> Result<Self, MissReason> {
         if let Some(member) = view.unkeyable {
             tracing::debug!(member, "a request is routed without keys");
             return Err(MissReason::Tokenize);
         }
-        let source = match api {
-            Api::Completions => completion(view)?,
-            Api::ChatCompletions => chat_text(view, model, template)?,
+        let (prompt, special) = match api {
+            Api::Completions => (completion(view)?, body::flag(view.add_special_tokens, true)),
+            Api::ChatCompletions => {
+                (Prompt::Chat(view.messages.ok_or(MissReason::TextEmpty)?), body::flag(view.add_special_tokens, false))
+            }
         };
-        let special = matches!(source, Source::Text { special: true, .. });
-        let slice: Vec<u32> = if special { model.tokenizer().prefix().collect() } else { Vec::new() };
-        let empty = match &source {
-            Source::Text { text, .. } => text.is_empty() && slice.is_empty(),
-            Source::Ids(rest) => rest.trim_start().starts_with(']'),
-            Source::Done => true,
-        };
-        if empty {
-            return Err(MissReason::TextEmpty);
-        }
+        let special = special.ok_or(MissReason::Tokenize)? && !matches!(prompt, Prompt::Ids(_));
         let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
-        let extras = extras(view, keying.lora)?;
-        let stream = KeyStream::new(keying.contract, &extras, block_tokens).map_err(|error| {
-            tracing::debug!(%error, "a request is routed without keys");
-            MissReason::Extras
-        })?;
+        let start = start(view, model, &keying, block_tokens, special)?;
+        let lora = keying.lora.map(|lora| format!("{lora:?}"));
+        let mut members = view.members().to_vec();
+        members.push(lora.as_deref());
+        members.push(Some(if special { "special" } else { "plain" }));
+        let context = Context::new(model, template, keying.contract, block_tokens, &members);
+        let (memory, strides) = match &prompt {
+            Prompt::Ids(_) => (Box::new(Memory::new(context, start)), Strides::new()),
+            Prompt::Text(text) => recall::text(cache, context, start, text, model.tokenizer()),
+            Prompt::Chat(raw) => {
+                let template = model.template(template, view.tools.is_some())?;
+                recall::chat(cache, context, start, Chat { raw, view, model, template })?
+            }
+        };
+        let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
+        let source = match prompt {
+            Prompt::Ids(rest) if rest.trim_start().starts_with(']') => return Err(MissReason::TextEmpty),
+            Prompt::Ids(rest) => Source::Ids(rest),
+            _ if memory.text.is_empty() && mark.tokens == 0 => return Err(MissReason::TextEmpty),
+            _ => Source::Text { at: mark.at, special },
+        };
         Ok(Job {
             model: Arc::clone(model),
+            memory,
+            strides,
             source,
-            extras,
-            stream,
-            tokens: slice.len() as u64,
-            slice,
-            scratch: Vec::new(),
-            keys: Vec::new(),
-            taken: 0,
+            extras: extras(view, keying.lora)?,
+            stream: mark.stream,
             others: Vec::new(),
-            bytes_done: 0,
+            piece: Vec::new(),
+            scratch: Vec::new(),
+            taken: 0,
+            offered: 0,
+            tokens: mark.tokens,
+            bytes_done: mark.at as u64,
         })
     }
 
-    /// Makes the keys of another stream too, from the first token on; to be asked for before the first step. Its
-    /// keys come from [`take_other_keys`](Job::take_other_keys), the streams counted in this order.
+    /// Whether no token of the prompt is passed over because it was remembered.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.bytes_done == 0 && self.memory.keys.is_empty()
+    }
+
+    /// Makes the keys of another contract too. Only for a job that began without a cache and before its first slice:
+    /// tokens that were remembered cannot be shown to another stream.
     ///
     /// # Errors
-    /// Why the other contract cannot key what the request says; the job is as before.
+    /// What the contract cannot key of this request.
     pub fn also(&mut self, contract: &Contract, block_tokens: NonZeroU32) -> Result<(), ContractError> {
+        debug_assert_eq!(self.bytes_done, 0, "other streams see every token");
         let stream = KeyStream::new(contract, &self.extras, block_tokens)?;
         let mut other = Other { stream, keys: Vec::new() };
-        other.feed(&self.slice);
+        if matches!(self.source, Source::Text { special: true, .. }) {
+            other.feed(&self.model.tokenizer().prefix().collect::<Vec<_>>());
+        }
         self.others.push(other);
         Ok(())
     }
 
-    /// Keys that a stream beside the job's own made since the last call, appended to `keys`.
+    /// Appends the keys made since the last call by the n-th stream that [`Job::also`] added.
     pub fn take_other_keys(&mut self, stream: usize, keys: &mut Vec<BlockKey>) {
         keys.append(&mut self.others[stream].keys);
     }
@@ -179,65 +225,43 @@ impl<'a> Job<'a> {
     /// # Errors
     /// The reason why the prompt cannot be keyed after all.
     pub fn step(&mut self) -> Result<Step, MissReason> {
-        let before = self.slice.len();
-        match &mut self.source {
-            Source::Done => return Ok(Step::Done),
-            Source::Text { text, at, special } => {
-                let tokenizer = self.model.tokenizer();
-                let rest = &text[*at..];
-                let length = tokenizer.piece(rest, SLICE_BYTES);
-                let piece = &rest[..length];
-                tokenizer.encode(piece, &mut self.scratch, &mut self.slice).map_err(|error| {
-                    tracing::debug!(%error, "a prompt is routed without keys");
-                    MissReason::Tokenize
-                })?;
-                *at += length;
-                self.bytes_done += length as u64;
-                if *at == text.len() {
-                    if *special {
-                        self.slice.extend(tokenizer.suffix());
-                    }
-                    self.source = Source::Done;
-                }
-            }
+        if self.offered < self.memory.keys.len() {
+            self.offered = self.memory.keys.len().min(self.offered + SLICE_KEYS);
+            return Ok(Step::More);
+        }
+        match self.source {
+            Source::Done | Source::Unbroken { .. } => return Ok(Step::Done),
+            Source::Text { at, special } => self.text_slice(at, special)?,
             Source::Ids(rest) => {
-                let left = read_ids(rest, &mut self.slice)?;
+                let left = read_ids(rest, &mut self.piece)?;
                 self.bytes_done += (rest.len() - left.unwrap_or_default().len()) as u64;
                 self.source = left.map_or(Source::Done, Source::Ids);
+                self.hash_piece();
             }
         }
-        self.tokens += (self.slice.len() - before) as u64;
-        for other in &mut self.others {
-            other.feed(&self.slice[before..]);
-        }
-        self.hash_slice();
-        Ok(if matches!(self.source, Source::Done) { Step::Done } else { Step::More })
+        self.offered = self.memory.keys.len();
+        Ok(if matches!(self.source, Source::Done | Source::Unbroken { .. }) { Step::Done } else { Step::More })
     }
 
     /// Keys made since the last call.
     pub fn take_keys(&mut self) -> &[BlockKey] {
-        let from = std::mem::replace(&mut self.taken, self.keys.len());
-        &self.keys[from..]
+        let from = std::mem::replace(&mut self.taken, self.offered);
+        &self.memory.keys[from..self.offered]
     }
 
-    /// All keys made so far, from block 0.
+    /// All keys made so far, from block 0, those remembered included.
     #[must_use]
     pub fn keys(&self) -> &[BlockKey] {
-        &self.keys
-    }
-
-    /// All keys made so far, given away: the job is over.
-    pub fn give_keys(&mut self) -> Vec<BlockKey> {
-        self.taken = 0;
-        std::mem::take(&mut self.keys)
+        &self.memory.keys
     }
 
     /// Tokens of the prompt: exact once done, else an estimate from bytes left.
     #[must_use]
     pub fn prompt_tokens(&self) -> u64 {
         let left = match &self.source {
-            Source::Text { text, at, .. } => text.len() - at,
+            Source::Text { at, .. } => self.memory.text.len() - at,
             Source::Ids(rest) => rest.len(),
+            Source::Unbroken { bytes } => *bytes,
             Source::Done => return self.tokens,
         } as u64;
         if self.bytes_done == 0 {
@@ -246,13 +270,98 @@ impl<'a> Job<'a> {
         self.tokens + left.saturating_mul(self.tokens) / self.bytes_done
     }
 
-    fn hash_slice(&mut self) {
-        let mut tokens = &self.slice[..];
-        while let Some(key) = self.stream.next_key(&mut tokens) {
-            self.keys.push(key);
+    /// Ends the work and lets the cache remember what was done, finished or not.
+    pub fn remember(self, cache: &mut PrefixCache) {
+        if !self.strides.is_empty() {
+            cache.put(self.memory, self.strides);
         }
-        self.slice.clear();
     }
+
+    fn text_slice(&mut self, from: usize, special: bool) -> Result<(), MissReason> {
+        let model = Arc::clone(&self.model);
+        let tokenizer = model.tokenizer();
+        let mut at = from;
+        let start = Instant::now();
+        while at < self.memory.text.len()
+            && at - from + PLAIN_BYTES <= SLICE_BYTES
+            && (at == from || start.elapsed() < SLICE_TIME)
+        {
+            let Some(end) = tokenizer.mark_after(&self.memory.text, at, PIECE) else {
+                self.source = Source::Unbroken { bytes: self.memory.text.len() - at };
+                return Ok(());
+            };
+            let piece = &self.memory.text[at..end];
+            tokenizer.encode(piece, &mut self.scratch, &mut self.piece).map_err(|error| {
+                tracing::debug!(%error, "a prompt is routed without keys");
+                MissReason::Tokenize
+            })?;
+            self.hash_piece();
+            self.bytes_done += (end - at) as u64;
+            at = end;
+            if at < self.memory.text.len() {
+                let keys = self.memory.keys.len();
+                self.memory.marks.push(Mark { at, tokens: self.tokens, keys, stream: self.stream.clone() });
+            }
+        }
+        self.source = Source::Text { at, special };
+        if at == self.memory.text.len() {
+            if special {
+                self.piece.extend(tokenizer.suffix());
+                self.hash_piece();
+            }
+            self.source = Source::Done;
+        }
+        Ok(())
+    }
+
+    fn hash_piece(&mut self) {
+        self.tokens += self.piece.len() as u64;
+        let mut tokens = &self.piece[..];
+        while let Some(key) = self.stream.next_key(&mut tokens) {
+            self.memory.keys.push(key);
+        }
+        for other in &mut self.others {
+            other.feed(&self.piece);
+        }
+        self.piece.clear();
+    }
+}
+
+/// Lengths of pieces between marks.
+const PIECE: PieceLengths = PieceLengths {
+    token: MARK_BYTES,
+    token_last: MARK_BYTES_LAST,
+    last: LAST_BYTES,
+    plain: PLAIN_BYTES,
+    max: SLICE_BYTES,
+};
+
+/// Where a prompt comes from.
+enum Prompt<'a> {
+    Text(Cow<'a, str>),
+    /// A JSON list of ids, after its bracket.
+    Ids(&'a str),
+    /// The messages.
+    Chat(&'a str),
+}
+
+/// The state before the first byte of a text.
+fn start(
+    view: &BodyView<'_>,
+    model: &Model,
+    keying: &Keying<'_>,
+    block_tokens: NonZeroU32,
+    special: bool,
+) -> Result<Start, MissReason> {
+    let extras = extras(view, keying.lora)?;
+    let mut stream = KeyStream::new(keying.contract, &extras, block_tokens).map_err(|error| {
+        tracing::debug!(%error, "a request is routed without keys");
+        MissReason::Extras
+    })?;
+    let prefix: Vec<u32> = if special { model.tokenizer().prefix().collect() } else { Vec::new() };
+    let mut rest = &prefix[..];
+    let keys: Vec<BlockKey> = std::iter::from_fn(|| stream.next_key(&mut rest)).collect();
+    Ok(Start { mark: Mark { at: 0, tokens: prefix.len() as u64, keys: keys.len(), stream }, keys })
 }
 
 /// What the request says beyond its tokens, the adapter included. A text that is empty says nothing.
@@ -272,37 +381,21 @@ fn extras(view: &BodyView<'_>, lora: Option<&Lora>) -> Result<PromptExtras, Miss
 }
 
 /// The prompt of a completion: text, ids, or the first of several.
-fn completion<'a>(view: &BodyView<'a>) -> Result<Source<'a>, MissReason> {
-    let special = body::flag(view.add_special_tokens, true).ok_or(MissReason::Tokenize)?;
+fn completion<'a>(view: &BodyView<'a>) -> Result<Prompt<'a>, MissReason> {
     let prompt = view.prompt.ok_or(MissReason::TextEmpty)?;
-    let text = |raw: &'a str| {
-        let text = json::leading_string(raw).map_err(|_| MissReason::Tokenize)?;
-        Ok(Source::Text { text, at: 0, special })
-    };
+    let text = |raw: &'a str| json::leading_string(raw).map(Prompt::Text).map_err(MissReason::from);
     match prompt.as_bytes().first() {
         Some(b'"') => text(prompt),
         Some(b'[') => {
             let inside = prompt[1..].trim_start();
             match inside.as_bytes().first() {
                 Some(b'"') => text(inside),
-                Some(b'[') => Ok(Source::Ids(&inside[1..])),
-                _ => Ok(Source::Ids(inside)),
+                Some(b'[') => Ok(Prompt::Ids(&inside[1..])),
+                _ => Ok(Prompt::Ids(inside)),
             }
         }
         _ => Err(MissReason::Tokenize),
     }
-}
-
-fn chat_text<'a>(view: &BodyView<'a>, model: &Model, rule: Option<&Arc<str>>) -> Result<Source<'a>, MissReason> {
-    let special = body::flag(view.add_special_tokens, false).ok_or(MissReason::Tokenize)?;
-    if view.messages.is_none() {
-        return Err(MissReason::TextEmpty);
-    }
-    let template = model.template(rule, view.tools.is_some())?;
-    // The renderer is not ours: whatever a conversation makes it do must stay a reason.
-    let rendered = std::panic::catch_unwind(AssertUnwindSafe(|| chat::render(view, template)));
-    let text = Cow::Owned(rendered.unwrap_or(Err(MissReason::Template))?);
-    Ok(Source::Text { text, at: 0, special })
 }
 
 /// Reads ids of a JSON list up to the slice's limit; the rest, or none when the list is over.

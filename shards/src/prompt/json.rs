@@ -38,6 +38,33 @@ pub(super) fn value(text: &str) -> Result<Value, JsonError> {
     if reader.at == text.len() { Ok(value) } else { Err(JsonError::Syntax) }
 }
 
+/// Reads the elements of a list in order: from its begin (`from` 0), or from the end of an element on. `each` gets an
+/// element and the place after it. The list must fill the text.
+pub(super) fn elements<E: From<JsonError>>(
+    text: &str,
+    from: usize,
+    mut each: impl FnMut(Value, std::ops::Range<usize>) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut reader = Reader { text, at: from };
+    if from == 0 {
+        reader.space();
+        reader.take(b'[')?;
+        reader.space();
+        if reader.peek() == Some(b']') {
+            return reader.end_of_list().map_err(E::from);
+        }
+        reader.element(&mut each)?;
+    }
+    loop {
+        reader.space();
+        match reader.peek() {
+            Some(b',') => reader.at += 1,
+            _ => return reader.end_of_list().map_err(E::from),
+        }
+        reader.element(&mut each)?;
+    }
+}
+
 /// Reads a JSON string, borrowing it where it has no escapes.
 pub(super) fn string(text: &str) -> Result<Cow<'_, str>, JsonError> {
     let mut reader = Reader { text, at: 0 };
@@ -147,6 +174,22 @@ impl<'a> Reader<'a> {
         Ok(Value::from_object(dict))
     }
 
+    fn element<E: From<JsonError>>(
+        &mut self,
+        each: &mut impl FnMut(Value, std::ops::Range<usize>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.space();
+        let start = self.at;
+        let value = self.value(1)?;
+        each(value, start..self.at)
+    }
+
+    fn end_of_list(&mut self) -> Result<(), JsonError> {
+        self.take(b']')?;
+        self.space();
+        if self.at == self.text.len() { Ok(()) } else { Err(JsonError::Syntax) }
+    }
+
     fn number(&mut self) -> Result<Value, JsonError> {
         let rest = &self.text.as_bytes()[self.at..];
         let end = rest
@@ -199,7 +242,11 @@ impl<'a> Reader<'a> {
     /// Moves to the next quote or backslash and returns its place; both are ASCII, so it is a character boundary.
     fn plain_run(&mut self) -> Result<usize, JsonError> {
         let rest = &self.text.as_bytes()[self.at..];
-        let run = rest.iter().position(|b| matches!(b, b'"' | b'\\')).ok_or(JsonError::Syntax)?;
+        // Escapes often stand side by side.
+        if let Some(b'"' | b'\\') = rest.first() {
+            return Ok(self.at);
+        }
+        let run = memchr::memchr2(b'"', b'\\', rest).ok_or(JsonError::Syntax)?;
         self.at += run;
         Ok(self.at)
     }
@@ -284,6 +331,28 @@ mod tests {
         for text in ["", "{", "[1,", "tru", "\"a", "1 2", "{\"a\" 1}", "-", "--1", "\"\\u12\"", "NaN"] {
             assert_eq!(value(text).unwrap_err(), JsonError::Syntax, "{text}");
         }
+    }
+
+    #[test]
+    fn elements_go_on_after_any_of_them() {
+        let text = r#" [ 1, {"a": "]"} ,[2],"x" ] "#;
+        let read = |from| {
+            let mut seen = Vec::new();
+            elements::<JsonError>(text, from, |value, place| {
+                seen.push((pyvalue::repr(&value), place));
+                Ok(())
+            })
+            .map(|()| seen)
+        };
+        let all = read(0).unwrap();
+        assert_eq!(all.iter().map(|(v, _)| v.as_str()).collect::<Vec<_>>(), ["1", "{'a': ']'}", "[2]", "'x'"]);
+        for (n, (_, place)) in all.iter().enumerate() {
+            assert_eq!(read(place.end).unwrap(), all[n + 1..]);
+        }
+        for text in ["", "[", "[1", "[1,", "[1,]", "[1]x", "{}", "[,]"] {
+            assert!(elements::<JsonError>(text, 0, |_, _| Ok(())).is_err(), "{text}");
+        }
+        assert!(elements::<JsonError>("[]", 0, |_, _| Ok(())).is_ok());
     }
 
     #[test]

@@ -41,6 +41,30 @@ pub(super) fn inner(tag: &str) -> &str {
     inside.strip_suffix(['-', '+']).unwrap_or(inside).trim()
 }
 
+/// Texts beyond which no further ones are collected.
+const SOUGHT_MAX: usize = 16;
+
+/// Quoted texts in tags that look into texts (`in`, `startswith`, `split` …): those with a sign in them, since plain
+/// words are roles and names.
+pub(super) fn sought(template: &str) -> Vec<Box<str>> {
+    let mut found: Vec<Box<str>> = Vec::new();
+    for piece in pieces(template) {
+        let (Piece::Block(tag) | Piece::Print(tag)) = piece else { continue };
+        if ![" in ", "startswith", "endswith", "split", "replace", "find"].iter().any(|word| tag.contains(word)) {
+            continue;
+        }
+        for quote in ['\'', '"'] {
+            for text in tag.split(quote).skip(1).step_by(2) {
+                let sign = text.len() > 1 && text.contains(|c: char| c.is_ascii_punctuation() && c != '_');
+                if sign && found.len() < SOUGHT_MAX && !found.iter().any(|known| **known == *text) {
+                    found.push(text.into());
+                }
+            }
+        }
+    }
+    found
+}
+
 /// Splits at the next tag or comment: text before, the tag, text after.
 fn next_tag(text: &str) -> Option<(&str, &str, &str)> {
     let mut from = 0;

@@ -28,6 +28,7 @@ pub struct Template {
     environment: Environment<'static>,
     content_format: ContentFormat,
     knows_developer: bool,
+    sought: Vec<Box<str>>,
 }
 
 /// Why a template could not be used.
@@ -64,6 +65,7 @@ impl Template {
             environment,
             content_format: content_format::detect(text),
             knows_developer: text.contains("'developer'") || text.contains("\"developer\""),
+            sought: source::sought(text),
         })
     }
 
@@ -77,6 +79,12 @@ impl Template {
     #[must_use]
     pub fn knows_developer(&self) -> bool {
         self.knows_developer
+    }
+
+    /// Texts that the template looks for inside others, as far as they can be told: what a message's treatment may
+    /// hang on beside its members.
+    pub(super) fn sought(&self) -> &[Box<str>] {
+        &self.sought
     }
 
     /// Renders the text for the variables given.

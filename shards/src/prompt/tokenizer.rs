@@ -6,6 +6,7 @@
 use std::collections::HashSet;
 use std::panic::AssertUnwindSafe;
 
+use super::slices::{self, Joins};
 use tokenizers::pipeline::{
     EncodeOptions, Override, PipelineModel, PipelineNormalizer, PipelinePreTokenizer, PipelineToken, PipelineTokenizer,
 };
@@ -21,6 +22,21 @@ impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Tokenizer").field("cuts", &self.cuts).finish_non_exhaustive()
     }
+}
+
+/// Lengths of pieces, bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PieceLengths {
+    /// Least length up to a special token.
+    pub token: usize,
+    /// The same near the end of the text.
+    pub token_last: usize,
+    /// What counts as near.
+    pub last: usize,
+    /// Length without a special token.
+    pub plain: usize,
+    /// Greatest length.
+    pub max: usize,
 }
 
 /// Why a tokenizer could not be used.
@@ -45,6 +61,10 @@ struct Cuts {
     lengths: Vec<usize>,
     /// Bytes that they begin with.
     first: [u64; 4],
+    /// Between a Latin letter and a digit.
+    digits: bool,
+    /// Between ideographs that no token joins.
+    ideographs: Option<Joins>,
 }
 
 impl Tokenizer {
@@ -63,7 +83,7 @@ impl Tokenizer {
             Err(_) => return Err(TokenizerError::Unreadable("its reader gave up".into())),
         };
         let mut tokenizer = Tokenizer { inner, cuts: Cuts::default() };
-        tokenizer.cuts = tokenizer.proved_cuts();
+        tokenizer.cuts = tokenizer.proved_cuts(Joins::read(json).unwrap_or_default());
         Ok(tokenizer)
     }
 
@@ -109,10 +129,27 @@ impl Tokenizer {
         self.inner.get_added_vocabulary().token_to_id(text).is_some()
     }
 
+    /// Where the piece of text that begins at the place ends: at a token that may be cut at and is far enough, else
+    /// where words may be cut, else at the end of the text. None where the text has no cut within the longest piece.
+    #[must_use]
+    pub(super) fn mark_after(&self, text: &str, at: usize, lengths: PieceLengths) -> Option<usize> {
+        let plain = text.len().min(at + lengths.plain);
+        let near_end = text.len().saturating_sub(lengths.last);
+        let first = (at + lengths.token).min(near_end.max(at + lengths.token_last));
+        let token =
+            (first..plain).find(|&place| self.cuts.may_begin(text.as_bytes()[place]) && self.is_cut(text, place));
+        if token.is_some() || plain == text.len() {
+            return token.or(Some(plain));
+        }
+        let max = text.len().min(at + lengths.max);
+        let before = (at + 1..=plain).rev().find(|&place| self.is_cut(text, place));
+        let after = || (plain + 1..max).find(|&place| self.is_cut(text, place));
+        before.or_else(after).or((max == text.len()).then_some(max))
+    }
+
     /// Length of the text's first piece: about `wanted` bytes where there is a cut near, else up to the next cut, else
     /// the whole text.
-    #[must_use]
-    pub fn piece(&self, text: &str, wanted: usize) -> usize {
+    fn piece(&self, text: &str, wanted: usize) -> usize {
         if text.len() <= wanted {
             return text.len();
         }
@@ -121,17 +158,25 @@ impl Tokenizer {
     }
 
     /// Whether the text may be cut before the byte.
-    fn is_cut(&self, text: &str, at: usize) -> bool {
+    pub(super) fn is_cut(&self, text: &str, at: usize) -> bool {
         let bytes = text.as_bytes();
         let byte = bytes[at];
         if byte == b' ' {
             return self.cuts.words && is_word_end(text, at) && bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic);
         }
+        if byte.is_ascii_digit() {
+            return self.cuts.digits && at > 0 && bytes[at - 1].is_ascii_alphabetic();
+        }
+        if slices::begins_ideograph(byte)
+            && self.cuts.ideographs.as_ref().is_some_and(|j| j.parts_ideographs(bytes, at))
+        {
+            return true;
+        }
         self.cuts.may_begin(byte) && self.cuts.token_at(text, at)
     }
 
     /// The cuts that the tokenizer's shape allows and that the corpus confirms.
-    fn proved_cuts(&self) -> Cuts {
+    fn proved_cuts(&self, joins: Joins) -> Cuts {
         let added: Vec<_> = self.inner.get_added_vocabulary().get_added_tokens_decoder().into_values().collect();
         let mut cuts = Cuts::default();
         for token in &added {
@@ -151,11 +196,22 @@ impl Tokenizer {
         }
         cuts.index();
         let splits_words = |text: &str| text.contains(' ');
-        cuts.words = self.is_byte_level()
+        let byte_level = self.is_byte_level();
+        let merged_whole =
+            matches!(self.inner.get_model(), PipelineModel::BPE(_)) && joins.spelled_spaces && !joins.words;
+        cuts.words = (byte_level || merged_whole)
             && !added.iter().any(|t| {
                 splits_words(&t.content) || t.lstrip || (t.rstrip && t.content.ends_with(char::is_alphanumeric))
             });
+        // An added token could reach across these.
+        cuts.digits = byte_level && !added.iter().any(|t| t.single_word || is_joined(&t.content));
+        let han = |c: char| ('\u{4E00}'..='\u{9FFF}').contains(&c);
+        cuts.ideographs = (byte_level && !added.iter().any(|t| t.content.contains(han))).then_some(joins);
         let mut tried = Tokenizer { inner: self.inner.clone(), cuts };
+        if !tried.holds_on_corpus(true) {
+            tried.cuts.ideographs = None;
+            tried.cuts.digits = false;
+        }
         if !tried.holds_on_corpus(true) {
             tried.cuts.words = false;
             if !tried.holds_on_corpus(false) {
@@ -243,8 +299,13 @@ fn can_swallow(other: &str, token: &str) -> bool {
         .any(|(at, _)| token.starts_with(&other[at..]) && (other != token || other.len() - at < token.len()))
 }
 
+/// Whether a digit follows a Latin letter somewhere.
+fn is_joined(text: &str) -> bool {
+    text.as_bytes().windows(2).any(|pair| pair[0].is_ascii_alphabetic() && pair[1].is_ascii_digit())
+}
+
 /// Whether a visible character that cannot join a following space ends before the byte.
-fn is_word_end(text: &str, at: usize) -> bool {
+pub(super) fn is_word_end(text: &str, at: usize) -> bool {
     text[..at]
         .chars()
         .next_back()

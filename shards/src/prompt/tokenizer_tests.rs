@@ -4,7 +4,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::*;
-use crate::prompt::outside_data;
+use crate::prompt::outside_data::{self, Random};
 
 const SLUGS: [&str; 7] = [
     "Qwen__Qwen3-0.6B",
@@ -110,18 +110,6 @@ fn tokens_that_overlap_are_never_cut_at() {
     }
 }
 
-/// A small generator so that a run can be repeated by its seed.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        usize::try_from(self.0 % bound as u64).unwrap()
-    }
-}
-
 fn random_text(random: &mut Random, specials: &[&str]) -> String {
     const BITS: [&str; 46] = [
         " ",
@@ -180,6 +168,11 @@ fn random_text(random: &mut Random, specials: &[&str]) -> String {
                 let start = (start..=CORPUS.len()).find(|&n| CORPUS.is_char_boundary(n)).unwrap_or(0);
                 text.extend(CORPUS[start..].chars().take(1 + random.below(12)));
             }
+            5 => text.extend(
+                (0..random.below(30))
+                    .filter_map(|_| char::from_u32(0x4E00 + u32::try_from(random.below(3000)).unwrap())),
+            ),
+            6 => text.extend((0..random.below(40)).map(|_| char::from(b"aZb0c1X9"[random.below(8)]))),
             _ => text.push_str(BITS[random.below(BITS.len())]),
         }
     }

@@ -31,6 +31,7 @@ use crate::executor::{Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
 use crate::load::LoadTable;
+use crate::prompt::PrefixCache;
 use crate::service::Tables;
 
 use client::{Buffers, Client, Incoming};
@@ -50,6 +51,7 @@ pub struct Proxy {
     connections: Rc<Connections>,
     buffers: Buffers,
     ticket: Ticket,
+    prefixes: RefCell<PrefixCache>,
     draining: Cell<bool>,
 }
 
@@ -66,6 +68,7 @@ impl Proxy {
             connections: Rc::default(),
             buffers: Buffers::default(),
             ticket: Ticket::new(),
+            prefixes: RefCell::default(),
             draining: Cell::new(false),
         }
     }

@@ -1,11 +1,13 @@
 //! From a request to the evidence its routing decision stands on: prompt keys, made in slices, walked through the
 //! inventory as they come.
 
+use std::cell::RefCell;
+
 use crate::executor::Ticket;
 use crate::ids::{BlockKey, EndpointIndex};
 use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
-use crate::prompt::{Api, BodyView, Job, Keying, Lookup, ModelTable, Step};
+use crate::prompt::{Api, BodyView, Job, Keying, Lookup, ModelTable, PrefixCache, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason};
 
@@ -77,20 +79,33 @@ impl Score {
 }
 
 /// Scores the request's prompt, giving way between slices. Dropping it stops the work.
-pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestView<'_>, ticket: &Ticket) -> Score {
+pub async fn score(
+    local: &LocalService,
+    models: &ModelTable,
+    prefixes: &RefCell<PrefixCache>,
+    request: &RequestView<'_>,
+    ticket: &Ticket,
+) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
     let ticket = ticket.take().await;
     // The whole body is looked through here, the whole chat rendered below; each is a slice of its own.
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
     ticket.breathe().await;
-    let mut job = match begin(api, kv, models, body, request) {
+    // Holders of other keys need every token: what is remembered of the prompt then is of no use.
+    let begun = if has_other_spaces(reader) {
+        begin(api, kv, models, body, request, &mut PrefixCache::new(0))
+    } else {
+        begin(api, kv, models, body, request, &mut prefixes.borrow_mut())
+    };
+    let mut job = match begun {
         Ok(job) => job,
         Err(reason) => return Score::Miss(reason),
     };
     ticket.breathe().await;
-    let others = other_walks(&mut job, reader);
-    let mut work = Work { job, own: InSpace::new(SpaceIndex::OWN, kv.block_tokens), others };
+    let others = if has_other_spaces(reader) && job.is_whole() { other_walks(&mut job, reader) } else { Vec::new() };
+    let own = InSpace::new(SpaceIndex::OWN, kv.block_tokens);
+    let mut work = Work { job: Some(job), own, others, prefixes };
     loop {
         match work.slice(reader) {
             Ok(None) => ticket.breathe().await,
@@ -106,6 +121,7 @@ fn begin<'a>(
     models: &ModelTable,
     body: &BodyView<'a>,
     request: &RequestView<'_>,
+    prefixes: &mut PrefixCache,
 ) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
     let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
@@ -114,7 +130,12 @@ fn begin<'a>(
     let Lookup::Ready(model) = models.lookup(base) else { return Err(MissReason::Tokenizer) };
     let lora = adapter.map(|adapter| &adapter.lora);
     let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
-    Job::of_view(api, body, model, kv.chat_template.as_ref(), keying)
+    Job::of_view(api, body, model, kv.chat_template.as_ref(), keying, prefixes)
+}
+
+/// Whether some holder's keys are not the rule's.
+fn has_other_spaces(reader: &Reader) -> bool {
+    reader.enter().is_some_and(|guard| guard.other_spaces().next().is_some())
 }
 
 /// Adds the key streams of holders that do not have the rule's keys; for most services there are none.
@@ -162,16 +183,27 @@ impl InSpace {
 }
 
 struct Work<'a> {
-    job: Job<'a>,
+    /// Some until it is over.
+    job: Option<Job<'a>>,
     own: InSpace,
     others: Vec<InSpace>,
+    prefixes: &'a RefCell<PrefixCache>,
+}
+
+impl Drop for Work<'_> {
+    fn drop(&mut self) {
+        if let Some(job) = self.job.take() {
+            job.remember(&mut self.prefixes.borrow_mut());
+        }
+    }
 }
 
 impl Work<'_> {
     /// One slice: some keys, and how far the holders go along with them. The inventory is not held beyond it.
     fn slice(&mut self, reader: &Reader) -> Result<Option<Score>, MissReason> {
-        let step = self.job.step()?;
-        let keys = self.job.take_keys();
+        let Some(job) = &mut self.job else { return Err(MissReason::Hashes) };
+        let step = job.step()?;
+        let keys = job.take_keys();
         if keys.is_empty() && self.others.is_empty() && step == Step::More {
             return Ok(None);
         }
@@ -179,7 +211,7 @@ impl Work<'_> {
         self.own.open = self.own.open && guard.advance(&mut self.own.walk, keys);
         for (stream, other) in self.others.iter_mut().enumerate() {
             let shown = other.keys.len();
-            self.job.take_other_keys(stream, &mut other.keys);
+            job.take_other_keys(stream, &mut other.keys);
             other.open = other.open && guard.advance(&mut other.walk, &other.keys[shown..]);
         }
         if step == Step::More && (self.own.open || self.others.iter().any(|other| other.open)) {
@@ -189,7 +221,7 @@ impl Work<'_> {
         for other in &mut self.others {
             other.add_runs(&guard, self.own.block_tokens, &mut runs);
         }
-        let keys = PromptKeys { own: self.job.give_keys(), others: std::mem::take(&mut self.others) };
-        Ok(Some(Score::Runs { prompt_tokens: self.job.prompt_tokens(), runs, keys }))
+        let keys = PromptKeys { own: job.keys().to_vec(), others: std::mem::take(&mut self.others) };
+        Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs, keys }))
     }
 }

@@ -1,0 +1,224 @@
+//! Prompts that a shard has seen lately, so that a prompt which begins like one of them costs its tail.
+//!
+//! **Invariant.** What is found is equal byte for byte, not by hash alone, as far as it is said to be; a memory is in
+//! use by one job at a time; bytes held never exceed the bound once a memory is put back.
+
+use std::collections::HashMap;
+
+use xxhash_rust::xxh3;
+
+use super::memory::{Context, Memory, common_prefix};
+use super::regrow::Trust;
+
+/// Bytes a shard's cache may hold unless told otherwise.
+pub const PREFIX_CACHE_BYTES: usize = 64 * 1024 * 1024;
+/// A prompt is found by its first so many bytes, and by every further so many.
+const STRIDE: usize = 2048;
+/// Bytes at the end of a remembered prompt that a new one may replace instead of standing beside it.
+const REPLACED_BYTES_MAX: usize = 4096;
+/// Part of the bound that one prompt may take; longer ones are not remembered.
+const LARGEST_PART: usize = 4;
+
+/// What a cache has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefixStats {
+    /// Bytes held.
+    pub bytes: u64,
+    /// Prompts held.
+    pub prompts: u64,
+    /// Prompts whose begin was remembered.
+    pub hits: u64,
+    /// Prompts of which nothing was remembered.
+    pub misses: u64,
+    /// Bytes of prompts that were found.
+    pub hit_bytes: u64,
+    /// Prompts dropped to stay within the bound.
+    pub evictions: u64,
+    /// Texts made from the last turn's by rendering only part of the conversation.
+    pub regrown: u64,
+    /// Such texts compared with the whole render.
+    pub checked: u64,
+    /// Comparisons that failed; each ends this way for its template.
+    pub differences: u64,
+}
+
+/// Prompts that a shard has seen lately, bounded in bytes. Beyond the bound those not used for longest go, about.
+#[derive(Debug)]
+pub struct PrefixCache {
+    slots: Vec<Option<Slot>>,
+    free: Vec<u32>,
+    /// Slot of a prompt by the hash of a begin of it; the latest prompt has it.
+    index: HashMap<u64, u32, BuildPlain>,
+    hand: usize,
+    bytes_max: usize,
+    stats: PrefixStats,
+    pub(super) trust: Trust,
+}
+
+#[derive(Debug)]
+struct Slot {
+    memory: Box<Memory>,
+    strides: Vec<u64>,
+    bytes: usize,
+    used: bool,
+}
+
+/// The hashes of a prompt's begins, to put it back with.
+pub(super) type Strides = Vec<u64>;
+
+/// What a look-up found.
+pub(super) enum Found {
+    /// Nothing.
+    Nothing,
+    /// The memory of a prompt that differs only near its end: it is handed over.
+    Same { memory: Box<Memory>, bytes: usize },
+    /// The memory of a prompt that shares so many bytes: it stays.
+    Part { slot: u32, bytes: usize },
+}
+
+/// Keys are hashes already.
+#[derive(Clone, Copy, Debug, Default)]
+struct Plain(u64);
+
+type BuildPlain = std::hash::BuildHasherDefault<Plain>;
+
+impl std::hash::Hasher for Plain {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        self.0 = xxh3::xxh3_64(bytes);
+    }
+
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
+}
+
+impl Default for PrefixCache {
+    fn default() -> Self {
+        PrefixCache::new(PREFIX_CACHE_BYTES)
+    }
+}
+
+impl PrefixCache {
+    /// A cache that holds up to so many bytes; 0 remembers nothing.
+    #[must_use]
+    pub fn new(bytes_max: usize) -> Self {
+        PrefixCache {
+            slots: Vec::new(),
+            free: Vec::new(),
+            index: HashMap::default(),
+            hand: 0,
+            bytes_max,
+            stats: PrefixStats::default(),
+            trust: Trust::default(),
+        }
+    }
+
+    /// What it has done so far.
+    #[must_use]
+    pub fn stats(&self) -> PrefixStats {
+        let prompts = (self.slots.len() - self.free.len()) as u64;
+        let Trust { regrown, checked, differences, .. } = self.trust;
+        PrefixStats { prompts, regrown, checked, differences, ..self.stats }
+    }
+
+    /// Finds the prompt that shares the longest begin.
+    pub(super) fn find(&mut self, context: &Context, subject: &[u8]) -> (Found, Strides) {
+        let strides = strides(context.hash(), subject);
+        let mut best: Option<(u32, usize)> = None;
+        for hash in strides.iter().rev() {
+            let Some(&slot) = self.index.get(hash) else { continue };
+            let Some(Some(held)) = self.slots.get(slot as usize) else { continue };
+            if held.memory.context.is(context) {
+                best = Some((slot, common_prefix(held.memory.subject(), subject)));
+                break;
+            }
+        }
+        let Some((slot, bytes)) = best else {
+            self.stats.misses += 1;
+            return (Found::Nothing, strides);
+        };
+        self.stats.hits += 1;
+        self.stats.hit_bytes += bytes as u64;
+        let held = self.slots[slot as usize].as_mut();
+        let rest = held.as_ref().map_or(0, |held| held.memory.subject().len() - bytes);
+        if rest <= REPLACED_BYTES_MAX.min(bytes) || rest <= bytes / 8 {
+            if let Some(memory) = self.remove(slot) {
+                return (Found::Same { memory, bytes }, strides);
+            }
+        } else if let Some(held) = held {
+            held.used = true;
+        }
+        (Found::Part { slot, bytes }, strides)
+    }
+
+    /// The memory in a slot that was just found.
+    pub(super) fn at(&self, slot: u32) -> Option<&Memory> {
+        self.slots.get(slot as usize)?.as_ref().map(|slot| &*slot.memory)
+    }
+
+    /// Remembers a prompt.
+    pub(super) fn put(&mut self, memory: Box<Memory>, strides: Strides) {
+        let bytes = memory.bytes() + strides.len() * 24;
+        if bytes > self.bytes_max / LARGEST_PART {
+            return;
+        }
+        while self.stats.bytes as usize + bytes > self.bytes_max && self.evict() {}
+        let slot = self.free.pop().unwrap_or(self.slots.len() as u32);
+        for hash in &strides {
+            self.index.insert(*hash, slot);
+        }
+        let held = Some(Slot { memory, strides, bytes, used: true });
+        match self.slots.get_mut(slot as usize) {
+            Some(place) => *place = held,
+            None => self.slots.push(held),
+        }
+        self.stats.bytes += bytes as u64;
+    }
+
+    fn remove(&mut self, slot: u32) -> Option<Box<Memory>> {
+        let held = self.slots.get_mut(slot as usize)?.take()?;
+        self.free.push(slot);
+        for hash in &held.strides {
+            if self.index.get(hash) == Some(&slot) {
+                self.index.remove(hash);
+            }
+        }
+        self.stats.bytes -= held.bytes as u64;
+        Some(held.memory)
+    }
+
+    /// Drops one prompt not used since the hand came by; false when there is none.
+    fn evict(&mut self) -> bool {
+        for _ in 0..self.slots.len() * 2 {
+            self.hand = (self.hand + 1) % self.slots.len();
+            match &mut self.slots[self.hand] {
+                Some(held) if held.used => held.used = false,
+                Some(_) => {
+                    self.remove(self.hand as u32);
+                    self.stats.evictions += 1;
+                    return true;
+                }
+                None => {}
+            }
+        }
+        false
+    }
+}
+
+/// Hashes of the empty begin and of every further [`STRIDE`] bytes.
+fn strides(start: u64, subject: &[u8]) -> Strides {
+    let mut hash = start;
+    let chained = subject.chunks_exact(STRIDE).map(|chunk| {
+        hash = xxh3::xxh3_64_with_seed(chunk, hash);
+        hash
+    });
+    std::iter::once(start).chain(chained).collect()
+}
+
+#[cfg(test)]
+#[path = "prefix_cache_tests.rs"]
+mod tests;
