@@ -275,7 +275,7 @@ fn long(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()>
         }
     }
     let cjk: String = (0..args.long / 3).filter_map(|_| char::from_u32(0x4E00 + random.below(6_000) as u32)).collect();
-    let base64: String = (0..args.long).map(|_| BASE64[random.below(64) as usize] as char).collect();
+    let base64: String = (0..args.long).map(|_| char::from(BASE64[random.below(64)])).collect();
     let prose = loadgen::workload::words::text_of_bytes(&mut random, args.long);
     for (what, prompt) in [
         ("prose", prose),

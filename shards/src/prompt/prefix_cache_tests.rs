@@ -87,7 +87,7 @@ fn message(random: &mut Random, role: &str, text: &str) -> serde_json::Value {
 #[test]
 fn a_conversation_has_the_keys_of_its_whole_render_at_every_turn() {
     let test = "a_conversation_has_the_keys_of_its_whole_render_at_every_turn";
-    for number in 0..MODELS.len() {
+    for (number, (name, _)) in MODELS.iter().enumerate() {
         let Some(model) = model(test, number) else { continue };
         let text = outside_data::mixed_text();
         let mut random = Random(0x5EED + number as u64);
@@ -131,7 +131,7 @@ fn a_conversation_has_the_keys_of_its_whole_render_at_every_turn() {
                 usize::from(same(Api::ChatCompletions, &body.to_string(), &model, &mut cache, &format!("turn {turn}")));
         }
         let stats = cache.stats();
-        eprintln!("{}: {keyed} of {turns} keyed, {stats:?}", MODELS[number].0);
+        eprintln!("{name}: {keyed} of {turns} keyed, {stats:?}");
         assert!(keyed > turns / 3, "hardly any conversation could be rendered");
         assert!(stats.hits > 0 && stats.bytes <= 2_000_000);
     }
@@ -141,7 +141,7 @@ fn a_conversation_has_the_keys_of_its_whole_render_at_every_turn() {
 #[test]
 fn a_text_has_the_keys_of_its_whole_wherever_it_parts() {
     let test = "a_text_has_the_keys_of_its_whole_wherever_it_parts";
-    for number in 0..MODELS.len() {
+    for (number, (name, _)) in MODELS.iter().enumerate() {
         let Some(model) = model(test, number) else { continue };
         let text = outside_data::mixed_text();
         let mut random = Random(0xBEEF + number as u64);
@@ -159,7 +159,7 @@ fn a_text_has_the_keys_of_its_whole_wherever_it_parts() {
             let end = text.floor_char_boundary(text.len().min(start + 1 + random.below(3000)));
             prompt.push_str(&text[start..end]);
             let body = serde_json::json!({"prompt": prompt}).to_string();
-            same(Api::Completions, &body, &model, &mut cache, &format!("turn {turn}"));
+            same(Api::Completions, &body, &model, &mut cache, &format!("{name} turn {turn}"));
         }
         assert!(cache.stats().hits > 0);
     }
