@@ -83,6 +83,10 @@ pub(super) async fn delete_key(
         Err(what) => return refusal(StatusCode::BAD_REQUEST, &what),
     };
     let text = key.to_string();
+    if !is_whole_range(&path, &key) {
+        let message = format!("no-rule: there is no rule for {text} up to port {}", path["portmax"]);
+        return refusal(StatusCode::NOT_FOUND, &message);
+    }
     match context.control.remove(Selector::Key(key)).await {
         Ok(0) => refusal(StatusCode::NOT_FOUND, &format!("no-rule: there is no rule for {text}")),
         Ok(_) => success(&[]),

@@ -88,14 +88,9 @@ impl Failure {
 }
 
 impl Report<'_> {
-    fn streams(&self) -> usize {
-        let of_rule =
-            |rule: &crate::rules::Rule| rule.kv.as_ref().map_or(0, |kv| usize::from(kv.ranks) * rule.endpoints.len());
-        self.config.rules.iter().map(of_rule).sum()
-    }
-
     fn needed(&self) -> u64 {
-        descriptors::needed(self.plan.shards.len(), self.config.limits.connections_max, self.streams())
+        let streams = descriptors::streams(&self.config.rules);
+        descriptors::needed(self.plan.shards.len(), self.config.limits.connections_max, streams)
     }
 
     fn json(&self) -> Value {

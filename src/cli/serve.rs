@@ -39,7 +39,7 @@ pub(super) fn serve(path: Option<&Path>) -> Outcome {
 
 fn start(path: Option<&Path>) -> anyhow::Result<()> {
     let defaults = super::kv_defaults().map_err(|problems| anyhow::anyhow!("environment: {}", joined(&problems)))?;
-    let (config, warnings) = match path {
+    let (mut config, warnings) = match path {
         Some(path) => Config::read(path, &defaults)?,
         None => (Config { kv_defaults: defaults, ..Config::default() }, Vec::new()),
     };
@@ -48,26 +48,35 @@ fn start(path: Option<&Path>) -> anyhow::Result<()> {
         warn!(%warning, "configuration");
     }
     let plan = plan(&config)?;
-    match descriptors::raise() {
-        Ok(limits) => {
-            info!(descriptors = limits.soft, "open descriptors allowed");
-            let needed = descriptors::needed(plan.shards.len(), config.limits.connections_max, 0);
-            if limits.soft < needed {
-                warn!(
-                    needed,
-                    allowed = limits.soft,
-                    "raise the hard limit (ulimit -Hn) or lower limits.connections_max"
-                );
-            }
-        }
-        Err(error) => warn!(%error, "the limit on open descriptors could not be raised"),
-    }
+    fit_descriptors(&mut config, plan.shards.len());
     pin(plan.control)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("control runtime")?;
     runtime.block_on(async {
         let stop = stop_signal()?;
         run(config, plan, stop, None).await
     })
+}
+
+/// Takes all descriptors there are, and no more client connections than they are enough for: a process without
+/// descriptors answers nobody.
+fn fit_descriptors(config: &mut Config, shards: usize) {
+    let limits = match descriptors::raise() {
+        Ok(limits) => limits,
+        Err(error) => return warn!(%error, "the limit on open descriptors could not be raised"),
+    };
+    info!(descriptors = limits.soft, "open descriptors allowed");
+    let (asked, streams) = (config.limits.connections_max, descriptors::streams(&config.rules));
+    let fits = descriptors::connections_that_fit(shards, limits.soft, streams);
+    if fits < asked {
+        config.limits.connections_max = fits;
+        warn!(
+            asked,
+            in_force = fits,
+            needed = descriptors::needed(shards, asked, streams),
+            allowed = limits.soft,
+            "limits.connections_max is lowered to what descriptors allow: raise the hard limit (ulimit -Hn)"
+        );
+    }
 }
 
 fn plan(config: &Config) -> anyhow::Result<Plan> {

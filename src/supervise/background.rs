@@ -11,13 +11,13 @@ use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
 
-use crate::health::{self, Monitor, Seen, Verdict};
+use crate::health::{self, Answer, Monitor, Seen, Verdict};
 use crate::rules::Host;
 
 use super::{Control, resolve};
 
 /// Probes under way at once. Beyond it the others of that second wait for these.
-const PROBES_MAX: usize = 256;
+pub(crate) const PROBES_MAX: usize = 256;
 
 /// Starts the tasks; dropping what is returned ends them.
 pub(super) fn start(control: &Control) -> JoinSet<()> {
@@ -35,6 +35,7 @@ struct Target {
 
 async fn probe_all(control: Control) {
     let mut monitors: HashMap<(ServiceId, EndpointIndex), Monitor> = HashMap::new();
+    let mut starved = false;
     let mut tick = tokio::time::interval(health::PERIOD);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -44,6 +45,7 @@ async fn probe_all(control: Control) {
         monitors.retain(|key, _| present.contains(key));
         let mut waiting = targets.into_iter();
         let mut probes = JoinSet::new();
+        let mut unasked = None;
         for target in waiting.by_ref().take(PROBES_MAX) {
             probes.spawn(ask(target));
         }
@@ -51,9 +53,21 @@ async fn probe_all(control: Control) {
             if let Some(target) = waiting.next() {
                 probes.spawn(ask(target));
             }
-            let Ok((target, alive)) = done else { continue };
-            judge(monitors.entry(target.key).or_default(), &target, alive);
+            let Ok((target, answer)) = done else { continue };
+            match answer {
+                Answer::Unasked(reason) => unasked = Some(reason),
+                answer => judge(monitors.entry(target.key).or_default(), &target, answer.is_alive()),
+            }
         }
+        // Said when it begins and when it ends, not every second.
+        match &unasked {
+            Some(reason) if !starved => {
+                warn!(reason, "endpoints cannot be probed, for want of resources here: their states stay as they are");
+            }
+            None if starved => info!("all endpoints are probed again"),
+            _ => {}
+        }
+        starved = unasked.is_some();
     }
 }
 
@@ -70,9 +84,9 @@ fn targets(control: &Control) -> Vec<Target> {
     view.entries.iter().flat_map(of_entry).collect()
 }
 
-async fn ask(target: Target) -> (Target, bool) {
-    let alive = health::probe(target.address, health::TIMEOUT).await.is_alive();
-    (target, alive)
+async fn ask(target: Target) -> (Target, Answer) {
+    let answer = health::probe(target.address, health::TIMEOUT).await;
+    (target, answer)
 }
 
 fn judge(monitor: &mut Monitor, target: &Target, alive: bool) {

@@ -27,6 +27,7 @@ use crate::config::Config;
 use crate::cores::Plan;
 use crate::rules::{Rule, RuleKey};
 
+pub(crate) use background::PROBES_MAX;
 pub use parts::{IngestPart, ModelsPart, PartError, ShardView};
 use parts::{Listeners, Parts};
 pub use registry::{Entry, RegistryError};

@@ -33,6 +33,7 @@ use crate::limits::Limits;
 use crate::load::LoadTable;
 use crate::service::Tables;
 
+pub use client::is_ours;
 use client::{Buffers, Client, Incoming};
 use exchange::Next;
 use routes::Routes;
