@@ -83,15 +83,24 @@ pub(super) async fn delete_key(
         Err(what) => return refusal(StatusCode::BAD_REQUEST, &what),
     };
     let text = key.to_string();
-    if !is_whole_range(&path, &key) {
-        let message = format!("no-rule: there is no rule for {text} up to port {}", path["portmax"]);
-        return refusal(StatusCode::NOT_FOUND, &message);
+    let last = match last_port_of(&path) {
+        Ok(last) => last,
+        Err(what) => return refusal(StatusCode::BAD_REQUEST, &what),
+    };
+    // No rule is for more than one port.
+    if last != 0 && last != key.port {
+        return refusal(StatusCode::NOT_FOUND, &format!("no-rule: there is no rule for {text} up to port {last}"));
     }
     match context.control.remove(Selector::Key(key)).await {
         Ok(0) => refusal(StatusCode::NOT_FOUND, &format!("no-rule: there is no rule for {text}")),
         Ok(_) => success(&[]),
         Err(error) => not_applied(&error),
     }
+}
+
+/// The `portmax` of a path; 0 where it has none, or means none.
+fn last_port_of(path: &Names) -> Result<u16, String> {
+    path.get("portmax").map_or(Ok(0), |text| text.parse().map_err(|_| format!("portmax {text:?} is no port")))
 }
 
 /// The key that a path and its query name; what is wrong with them otherwise.

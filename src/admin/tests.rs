@@ -204,6 +204,7 @@ fn every_form_of_delete_finds_its_rule() {
         format!(
             "/config/loadbalancer/hosturl/any/externalipaddress/127.0.0.1/port/{port}/portmax/0/protocol/tcp?bgp=false&block=0"
         ),
+        format!("/config/loadbalancer/externalipaddress/127.0.0.1/port/{port}/portmax/{port}/protocol/tcp"),
         format!("/config/loadbalancer/hosturl/any/externalipaddress/127.0.0.1/port/{port}/protocol/tcp"),
         "/config/loadbalancer/name/".to_owned() + "mine",
         "/config/loadbalancer/all".to_owned(),
@@ -224,6 +225,12 @@ fn every_form_of_delete_finds_its_rule() {
     gateway.create(&rule);
     let at = format!("externalipaddress/127.0.0.1/port/{port}/protocol/tcp");
     assert_eq!(gateway.ask("DELETE", &format!("/config/loadbalancer/{at}"), "").0, 404);
+    // A range of ports is no rule here, whatever rule its first port has.
+    for (last, status) in [("1", 404), ("65535", 404), ("70000", 400), ("x", 400)] {
+        let at = format!("externalipaddress/127.0.0.1/port/{port}/portmax/{last}/protocol/tcp");
+        let path = format!("/config/loadbalancer/hosturl/a.example/{at}?model_name=m%2Fx");
+        assert_eq!(gateway.ask("DELETE", &path, "").0, status, "portmax {last}");
+    }
     let path = format!("/config/loadbalancer/hosturl/a.example/{at}?model_name=m%2Fx");
     assert_eq!(gateway.ask("DELETE", &path, "").0, 200);
 }
