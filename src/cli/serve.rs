@@ -39,15 +39,16 @@ pub(super) fn serve(path: Option<&Path>) -> Outcome {
 
 fn start(path: Option<&Path>) -> anyhow::Result<()> {
     let defaults = super::kv_defaults().map_err(|problems| anyhow::anyhow!("environment: {}", joined(&problems)))?;
+    let machine = Machine::read();
     let (mut config, warnings) = match path {
-        Some(path) => Config::read(path, &defaults)?,
+        Some(path) => Config::read(path, &defaults, Some(&machine))?,
         None => (Config { kv_defaults: defaults, ..Config::default() }, Vec::new()),
     };
     log_to_stderr(&config);
     for warning in &warnings {
         warn!(%warning, "configuration");
     }
-    let plan = plan(&config)?;
+    let plan = plan(&machine, &config)?;
     fit_descriptors(&mut config, plan.shards.len());
     pin(plan.control)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("control runtime")?;
@@ -79,8 +80,8 @@ fn fit_descriptors(config: &mut Config, shards: usize) {
     }
 }
 
-fn plan(config: &Config) -> anyhow::Result<Plan> {
-    let plan = cores::plan(&Machine::read(), &config.cores).map_err(|errors| {
+fn plan(machine: &Machine, config: &Config) -> anyhow::Result<Plan> {
+    let plan = cores::plan(machine, &config.cores).map_err(|errors| {
         let texts: Vec<String> = errors.iter().map(|error| format!("{}: {error}", error.option())).collect();
         anyhow::anyhow!("{}", texts.join("\n"))
     })?;
