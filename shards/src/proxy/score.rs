@@ -3,7 +3,7 @@
 
 use crate::executor::Ticket;
 use crate::inventory::{Reader, Run, Walk};
-use crate::prompt::{Api, BodyView, Job, Lookup, ModelTable, Step};
+use crate::prompt::{Api, BodyView, Job, ModelTable, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason};
 
@@ -69,7 +69,7 @@ fn begin<'a>(
 ) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
     let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
-    let Lookup::Ready(model) = models.lookup(model) else { return Err(MissReason::Tokenizer) };
+    let model = models.lookup(model).ready()?;
     Job::of_view(api, body, model, kv.chat_template.as_ref(), kv.algo, &kv.none_hash, kv.block_tokens)
 }
 
