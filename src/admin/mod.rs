@@ -124,6 +124,7 @@ fn metrics_only(context: Context) -> Router {
         .route("/healthz", get(status::healthz))
         .route("/readyz", get(status::readyz))
         .fallback(answers::no_such_path)
+        .method_not_allowed_fallback(answers::no_such_method)
         .with_state(context)
 }
 

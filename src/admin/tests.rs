@@ -277,7 +277,21 @@ fn what_cannot_be_done_changes_nothing_and_says_why() {
     assert_eq!(gateway.get("/config/loadbalancer/all")["lbAttr"].as_array().map(Vec::len), Some(1));
     assert_eq!(http(SocketAddr::from(([127, 0, 0, 1], port)), "GET", "/", "").0, 200);
     assert_eq!(gateway.ask("GET", "/config/nothing", "").0, 404);
-    assert_eq!(gateway.ask("PUT", "/config/loadbalancer", "").0, 405);
+    for (method, path, expected) in [
+        ("PUT", "/config/loadbalancer", 405),
+        ("POST", "/metrics", 405),
+        ("DELETE", "/config/loadbalancer/externalipaddress/%ff/port/1/protocol/tcp", 400),
+        ("DELETE", "/config/loadbalancer/name/%ff", 400),
+    ] {
+        let (status, answer) = gateway.ask(method, path, "");
+        assert_eq!(status, expected, "{path}: {answer}");
+        let value: Value = serde_json::from_str(&answer).expect("JSON");
+        assert_eq!(value["code"], expected);
+        assert!(value["message"].is_string() && value["result"].is_string(), "{answer}");
+    }
+    let metrics = gateway.ready.metrics.expect("configured");
+    let (status, answer) = http(metrics, "POST", "/readyz", "");
+    assert!(status == 405 && answer.contains("does not know this method"), "{status} {answer}");
     assert_eq!(gateway.ask("DELETE", "/config/loadbalancer/externalipaddress/x/port/1/protocol/tcp", "").0, 400);
 }
 

@@ -16,7 +16,7 @@ use crate::cores::{self, Machine, Plan};
 use crate::fields::Problem;
 use crate::supervise::Supervisor;
 
-use super::{Outcome, descriptors};
+use super::{Outcome, descriptors, outcome_of};
 
 /// Where a gateway that serves can be reached.
 #[derive(Clone, Copy, Debug)]
@@ -31,10 +31,22 @@ pub(super) fn serve(path: Option<&Path>) -> Outcome {
     match start(path) {
         Ok(()) => Outcome::Right,
         Err(error) => {
-            eprintln!("kvlane: {error:#}");
-            Outcome::No
+            eprintln!("kvlane: {}", text_of(&error));
+            error.downcast_ref().map_or(Outcome::No, outcome_of)
         }
     }
+}
+
+/// An error and its causes, each said once: some errors name their cause themselves.
+fn text_of(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.ends_with(&cause) {
+            text += ": ";
+            text += &cause;
+        }
+    }
+    text
 }
 
 fn start(path: Option<&Path>) -> anyhow::Result<()> {

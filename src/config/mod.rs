@@ -156,7 +156,7 @@ fn read_rules(root: &mut Fields<'_>, report: &mut Report, config: &Config) -> Ve
     let mut rules: Vec<Rule> = Vec::new();
     for (index, fields) in root.tables(report, "rule").into_iter().enumerate() {
         let line = fields.line();
-        let mut invalid = |report: &mut Report, message| {
+        let invalid = |report: &mut Report, message| {
             let key = format!("rule[{index}]");
             report.problems.push(Problem { kind: Kind::Invalid, line, key, message });
         };
