@@ -72,6 +72,12 @@ fn exit_codes_tell_right_no_and_usage_apart() {
     for usage in [vec![], vec!["servee"], vec!["check"], vec!["check", "/nonexistent/kvlane.toml"]] {
         assert_eq!(code(&run(&usage, &[])), Some(2), "{usage:?}");
     }
+    // The same problem has the same code and is said once, whoever meets it.
+    let output = run(&["serve", "-c", "/nonexistent/kvlane.toml"], &[]);
+    assert_eq!(code(&output), Some(2));
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(text.starts_with("kvlane: cannot read /nonexistent/kvlane.toml: No such file"), "{text}");
+    assert_eq!(text.matches("No such file").count(), 1, "{text}");
     let output = run(&["check", wrong.path()], &[]);
     assert_eq!(code(&output), Some(1));
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -136,7 +142,48 @@ fn what_cannot_be_listened_at_or_run_on_is_named() {
     let output = run(&["serve", "-c", file.path()], &[]);
     assert_eq!(code(&output), Some(1));
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(text.contains("shards.cores: core 4095 is not online"), "{text}");
+    assert!(text.contains(&format!("{}:2: shards.cores: core 4095 is not online", file.path())), "{text}");
+}
+
+#[test]
+fn check_ends_in_order_when_its_reader_has_left() {
+    let file = File::new("pipe.toml", "[admin]\nlisten = \"127.0.0.1:0\"\n");
+    for flag in [None, Some("--json")] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let output = kvlane()
+            .args(["check", file.path()])
+            .args(flag)
+            .stdout(writer)
+            .stderr(Stdio::piped())
+            .spawn()
+            .and_then(Child::wait_with_output)
+            .expect("the program runs");
+        assert_eq!(code(&output), Some(0));
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    }
+}
+
+#[test]
+fn check_notes_a_missing_tokenizer_directory() {
+    let text = |dir: &str| format!("[admin]\nlisten = \"127.0.0.1:0\"\n[tokenizers]\ndir = \"{dir}\"\n");
+    let (absent, present) = (File::new("absent.toml", &text("/nonexistent")), File::new("present.toml", &text("/tmp")));
+    for (file, noted) in [(&absent, true), (&present, false)] {
+        let output = run(&["check", file.path()], &[]);
+        assert_eq!(code(&output), Some(0));
+        assert_eq!(String::from_utf8_lossy(&output.stdout).contains("note: there is no such directory"), noted);
+    }
+}
+
+#[test]
+fn few_descriptors_lower_the_bound_on_connections_and_say_so() {
+    let file = File::new("few.toml", "[admin]\nlisten = \"127.0.0.1:0\"\n[shards]\ncount = 1\n");
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "ulimit -n 1024; exec \"$0\" check \"$1\"", env!("CARGO_BIN_EXE_kvlane"), file.path()]);
+    let output = shell.output().expect("a shell");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains("descriptors 1024 may be open, "), "nothing is raised: {text}");
+    assert!(text.contains("note: serve lowers limits.connections_max from 16384 to 256: "), "{text}");
 }
 
 /// A gateway process; killed if the test fails.

@@ -205,6 +205,8 @@ pub enum MissReason {
     ModelEmpty,
     /// No tokenizer is staged for the model, or it could not be read.
     Tokenizer,
+    /// The model's tokenizer is staged and not loaded yet: its first requests asked for it.
+    TokenizerLoading,
     /// The model has no chat template: the file to add is in the log and the API.
     TemplateMissing,
     /// The chat template refused the conversation, or rendering failed.
@@ -225,11 +227,12 @@ pub enum MissReason {
 
 impl MissReason {
     /// Every reason, in the order of the counters.
-    pub const ALL: [MissReason; 12] = [
+    pub const ALL: [MissReason; 13] = [
         MissReason::ModeOff,
         MissReason::TextEmpty,
         MissReason::ModelEmpty,
         MissReason::Tokenizer,
+        MissReason::TokenizerLoading,
         MissReason::TemplateMissing,
         MissReason::Template,
         MissReason::Tokenize,
@@ -248,6 +251,7 @@ impl MissReason {
             MissReason::TextEmpty => "text_empty",
             MissReason::ModelEmpty => "model_empty",
             MissReason::Tokenizer => "tokenizer_missing",
+            MissReason::TokenizerLoading => "tokenizer_loading",
             MissReason::TemplateMissing => "template_missing",
             MissReason::Template => "template",
             MissReason::Tokenize => "tokenize",

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod accept;
 mod answers;
 mod inventory;
 mod metrics;
@@ -24,6 +25,7 @@ use tokio::net::TcpListener;
 use crate::rules::KvDefaults;
 use crate::supervise::{BindError, Control};
 
+pub(crate) use accept::CONNECTIONS_MAX;
 pub(crate) use metrics::{Families, Labels};
 
 /// Largest body of a request, bytes; 1,024 endpoints need a fifth of it. Beyond it: 413.
@@ -82,7 +84,7 @@ impl Door {
 
 async fn serve(listener: TcpListener, router: Router) {
     // axum's accept loop outlives every error of a single connection; it never returns.
-    if let Err(error) = axum::serve(listener, router).await {
+    if let Err(error) = axum::serve(accept::Bounded::new(listener), router).await {
         tracing::error!(%error, "the management listener ended");
     }
 }
@@ -124,6 +126,7 @@ fn metrics_only(context: Context) -> Router {
         .route("/healthz", get(status::healthz))
         .route("/readyz", get(status::readyz))
         .fallback(answers::no_such_path)
+        .method_not_allowed_fallback(answers::no_such_method)
         .with_state(context)
 }
 

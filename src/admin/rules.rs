@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use axum::Json;
 use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
+use axum::extract::rejection::{BytesRejection, PathRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -65,7 +65,11 @@ pub(super) async fn delete_all(State(context): State<Context>) -> Response {
     }
 }
 
-pub(super) async fn delete_name(State(context): State<Context>, Path(name): Path<String>) -> Response {
+pub(super) async fn delete_name(State(context): State<Context>, name: Result<Path<String>, PathRejection>) -> Response {
+    let Path(name) = match name {
+        Ok(name) => name,
+        Err(rejection) => return refusal(rejection.status(), &rejection.body_text()),
+    };
     // As the reference has it, success does not depend on whether there was such a rule.
     match context.control.remove(Selector::Name(name)).await {
         Ok(_) => success(&[]),
@@ -75,19 +79,36 @@ pub(super) async fn delete_name(State(context): State<Context>, Path(name): Path
 
 pub(super) async fn delete_key(
     State(context): State<Context>,
-    Path(path): Path<Names>,
+    path: Result<Path<Names>, PathRejection>,
     Query(query): Query<Names>,
 ) -> Response {
+    let Path(path) = match path {
+        Ok(path) => path,
+        Err(rejection) => return refusal(rejection.status(), &rejection.body_text()),
+    };
     let key = match key_of(&path, &query) {
         Ok(key) => key,
         Err(what) => return refusal(StatusCode::BAD_REQUEST, &what),
     };
     let text = key.to_string();
+    let last = match last_port_of(&path) {
+        Ok(last) => last,
+        Err(what) => return refusal(StatusCode::BAD_REQUEST, &what),
+    };
+    // No rule is for more than one port.
+    if last != 0 && last != key.port {
+        return refusal(StatusCode::NOT_FOUND, &format!("no-rule: there is no rule for {text} up to port {last}"));
+    }
     match context.control.remove(Selector::Key(key)).await {
         Ok(0) => refusal(StatusCode::NOT_FOUND, &format!("no-rule: there is no rule for {text}")),
         Ok(_) => success(&[]),
         Err(error) => not_applied(&error),
     }
+}
+
+/// The `portmax` of a path; 0 where it has none, or means none.
+fn last_port_of(path: &Names) -> Result<u16, String> {
+    path.get("portmax").map_or(Ok(0), |text| text.parse().map_err(|_| format!("portmax {text:?} is no port")))
 }
 
 /// The key that a path and its query name; what is wrong with them otherwise.

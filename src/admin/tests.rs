@@ -204,6 +204,7 @@ fn every_form_of_delete_finds_its_rule() {
         format!(
             "/config/loadbalancer/hosturl/any/externalipaddress/127.0.0.1/port/{port}/portmax/0/protocol/tcp?bgp=false&block=0"
         ),
+        format!("/config/loadbalancer/externalipaddress/127.0.0.1/port/{port}/portmax/{port}/protocol/tcp"),
         format!("/config/loadbalancer/hosturl/any/externalipaddress/127.0.0.1/port/{port}/protocol/tcp"),
         "/config/loadbalancer/name/".to_owned() + "mine",
         "/config/loadbalancer/all".to_owned(),
@@ -224,6 +225,12 @@ fn every_form_of_delete_finds_its_rule() {
     gateway.create(&rule);
     let at = format!("externalipaddress/127.0.0.1/port/{port}/protocol/tcp");
     assert_eq!(gateway.ask("DELETE", &format!("/config/loadbalancer/{at}"), "").0, 404);
+    // A range of ports is no rule here, whatever rule its first port has.
+    for (last, status) in [("1", 404), ("65535", 404), ("70000", 400), ("x", 400)] {
+        let at = format!("externalipaddress/127.0.0.1/port/{port}/portmax/{last}/protocol/tcp");
+        let path = format!("/config/loadbalancer/hosturl/a.example/{at}?model_name=m%2Fx");
+        assert_eq!(gateway.ask("DELETE", &path, "").0, status, "portmax {last}");
+    }
     let path = format!("/config/loadbalancer/hosturl/a.example/{at}?model_name=m%2Fx");
     assert_eq!(gateway.ask("DELETE", &path, "").0, 200);
 }
@@ -270,7 +277,21 @@ fn what_cannot_be_done_changes_nothing_and_says_why() {
     assert_eq!(gateway.get("/config/loadbalancer/all")["lbAttr"].as_array().map(Vec::len), Some(1));
     assert_eq!(http(SocketAddr::from(([127, 0, 0, 1], port)), "GET", "/", "").0, 200);
     assert_eq!(gateway.ask("GET", "/config/nothing", "").0, 404);
-    assert_eq!(gateway.ask("PUT", "/config/loadbalancer", "").0, 405);
+    for (method, path, expected) in [
+        ("PUT", "/config/loadbalancer", 405),
+        ("POST", "/metrics", 405),
+        ("DELETE", "/config/loadbalancer/externalipaddress/%ff/port/1/protocol/tcp", 400),
+        ("DELETE", "/config/loadbalancer/name/%ff", 400),
+    ] {
+        let (status, answer) = gateway.ask(method, path, "");
+        assert_eq!(status, expected, "{path}: {answer}");
+        let value: Value = serde_json::from_str(&answer).expect("JSON");
+        assert_eq!(value["code"], expected);
+        assert!(value["message"].is_string() && value["result"].is_string(), "{answer}");
+    }
+    let metrics = gateway.ready.metrics.expect("configured");
+    let (status, answer) = http(metrics, "POST", "/readyz", "");
+    assert!(status == 405 && answer.contains("does not know this method"), "{status} {answer}");
     assert_eq!(gateway.ask("DELETE", "/config/loadbalancer/externalipaddress/x/port/1/protocol/tcp", "").0, 400);
 }
 

@@ -1,5 +1,7 @@
 //! `kvlane check`: what is wrong with a file, or what would run.
 
+use std::fmt;
+use std::io::{self, Write as _};
 use std::path::Path;
 
 use serde_json::{Value, json};
@@ -9,7 +11,7 @@ use crate::config::{Config, ConfigError, Listing};
 use crate::cores::{self, Machine, Plan};
 use crate::fields::Problem;
 
-use super::{Outcome, descriptors};
+use super::{Outcome, descriptors, outcome_of};
 
 /// A file that is right, and what this machine gives it.
 struct Report<'a> {
@@ -20,42 +22,57 @@ struct Report<'a> {
 
 pub(super) fn check(path: &Path, as_json: bool) -> Outcome {
     let read = super::kv_defaults().map_err(Failure::Environment).and_then(|defaults| {
-        let (config, warnings) = Config::read(path, &defaults).map_err(Failure::File)?;
-        let plan = cores::plan(&Machine::read(), &config.cores).map_err(Failure::Cores)?;
+        let machine = Machine::read();
+        let (config, warnings) = Config::read(path, &defaults, Some(&machine)).map_err(Failure::File)?;
+        let plan = cores::plan(&machine, &config.cores).expect("the configuration was read for this machine");
         Ok((config, warnings, plan))
     });
     match read {
         Ok((config, warnings, plan)) => {
             let report = Report { config: &config, warnings: &warnings, plan: &plan };
             if as_json {
-                println!("{}", report.json())
-            } else {
-                report.print(path)
+                return print(&report.json(), Outcome::Right);
             }
-            Outcome::Right
+            if !warnings.is_empty() {
+                complain(&Listing { path, problems: &warnings });
+            }
+            print(&Text { report: &report, path }, Outcome::Right)
         }
+        Err(failure) if as_json => print(&failure.json(), failure.outcome()),
         Err(failure) => {
-            if as_json {
-                println!("{}", failure.json())
-            } else {
-                eprintln!("{}", failure.text(path))
-            }
+            complain(&failure.text(path));
             failure.outcome()
         }
     }
 }
 
+/// Prints a result. A reader that has left has read what it wanted; any other failure turns the outcome into "no".
+fn print(text: &impl fmt::Display, outcome: Outcome) -> Outcome {
+    let mut out = io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            complain(&format_args!("kvlane check: the result cannot be printed: {error}"));
+            Outcome::No
+        }
+        _ => outcome,
+    }
+}
+
+/// Prints what is wrong, if there is anybody to tell.
+fn complain(text: &impl fmt::Display) {
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
 enum Failure {
     Environment(Vec<Problem>),
     File(ConfigError),
-    Cores(Vec<cores::CoreError>),
 }
 
 impl Failure {
     fn outcome(&self) -> Outcome {
         match self {
-            Failure::File(ConfigError::Unreadable { .. }) => Outcome::Usage,
-            Failure::File(ConfigError::Problems { .. }) | Failure::Environment(_) | Failure::Cores(_) => Outcome::No,
+            Failure::File(error) => outcome_of(error),
+            Failure::Environment(_) => Outcome::No,
         }
     }
 
@@ -64,10 +81,6 @@ impl Failure {
             Failure::File(error) => error.to_string(),
             Failure::Environment(problems) => {
                 problems.iter().map(|problem| format!("environment: {problem}")).collect::<Vec<_>>().join("\n")
-            }
-            Failure::Cores(errors) => {
-                let line = |error: &cores::CoreError| format!("{}: {}: {error}", path.display(), error.option());
-                errors.iter().map(line).collect::<Vec<_>>().join("\n")
             }
         }
     }
@@ -79,23 +92,15 @@ impl Failure {
             Failure::File(ConfigError::Problems { problems, .. }) | Failure::Environment(problems) => {
                 problems.iter().map(problem).collect()
             }
-            Failure::Cores(errors) => {
-                errors.iter().map(|e| json!({"key": e.option(), "message": e.to_string()})).collect()
-            }
         };
         json!({"right": false, "problems": problems})
     }
 }
 
 impl Report<'_> {
-    fn streams(&self) -> usize {
-        let of_rule =
-            |rule: &crate::rules::Rule| rule.kv.as_ref().map_or(0, |kv| usize::from(kv.ranks) * rule.endpoints.len());
-        self.config.rules.iter().map(of_rule).sum()
-    }
-
     fn needed(&self) -> u64 {
-        descriptors::needed(self.plan.shards.len(), self.config.limits.connections_max, self.streams())
+        let streams = descriptors::streams(&self.config.rules);
+        descriptors::needed(self.plan.shards.len(), self.config.limits.connections_max, streams)
     }
 
     fn json(&self) -> Value {
@@ -108,51 +113,77 @@ impl Report<'_> {
             "admin": self.config.admin_listen.to_string(),
             "metrics": self.config.metrics_listen.map(|address| address.to_string()),
             "tokenizers": self.config.tokenizers_dir,
+            "tokenizers_found": self.config.tokenizers_dir.is_dir(),
             "cores": {"shards": self.plan.shards, "ingest": self.plan.ingest, "control": self.plan.control,
                       "notes": self.plan.notes},
             "descriptors": {"soft": limits.map(|l| l.soft), "hard": limits.map(|l| l.hard), "needed": self.needed()},
             "ring": ring(self.config.ring_entries),
         })
     }
+}
 
-    fn print(&self, path: &Path) {
-        if !self.warnings.is_empty() {
-            eprintln!("{}", Listing { path, problems: self.warnings });
-        }
-        println!("{}: right", path.display());
-        for rule in &self.config.rules {
+/// The report as people read it.
+struct Text<'a> {
+    report: &'a Report<'a>,
+    path: &'a Path,
+}
+
+impl fmt::Display for Text<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Report { config, plan, .. } = self.report;
+        writeln!(f, "{}: right", self.path.display())?;
+        for rule in &config.rules {
             let how = match &rule.kv {
                 Some(kv) => {
                     format!("by KV cache, {} tokens per block, {}", kv.block_tokens, kv.algo.name())
                 }
                 None => "without KV cache".to_owned(),
             };
-            println!("rule        {}: {} endpoints, {how}", rule.key, rule.endpoints.len());
+            writeln!(f, "rule        {}: {} endpoints, {how}", rule.key, rule.endpoints.len())?;
         }
-        println!("admin       {}", self.config.admin_listen);
-        let metrics = self.config.metrics_listen.map_or_else(|| "off".to_owned(), |address| address.to_string());
-        println!("metrics     {metrics}");
-        println!("tokenizers  {}", self.config.tokenizers_dir.display());
-        let plan = self.plan;
-        println!("cores       shards {:?}, ingest {:?}, control {}", plan.shards, plan.ingest, plan.control);
+        writeln!(f, "admin       {}", config.admin_listen)?;
+        let metrics = config.metrics_listen.map_or_else(|| "off".to_owned(), |address| address.to_string());
+        writeln!(f, "metrics     {metrics}")?;
+        writeln!(f, "tokenizers  {}", config.tokenizers_dir.display())?;
+        if !config.tokenizers_dir.is_dir() {
+            writeln!(
+                f,
+                "            note: there is no such directory: without tokenizers nothing is routed by KV cache"
+            )?;
+        }
+        writeln!(f, "cores       shards {:?}, ingest {:?}, control {}", plan.shards, plan.ingest, plan.control)?;
         for note in &plan.notes {
-            println!("            note: {note}");
+            writeln!(f, "            note: {note}")?;
         }
-        match descriptors::read() {
-            Ok(limits) => {
-                println!(
-                    "descriptors {} may be open (serve raises {} to that), {} may be needed",
-                    limits.hard,
-                    limits.soft,
-                    self.needed()
-                );
-                if limits.hard < self.needed() {
-                    println!("            note: raise the hard limit (ulimit -Hn), or lower limits.connections_max");
-                }
-            }
-            Err(error) => println!("descriptors unknown: {error}"),
+        self.descriptors(f)?;
+        write!(f, "ring        {}", ring(config.ring_entries))
+    }
+}
+
+impl Text<'_> {
+    fn descriptors(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let limits = match descriptors::read() {
+            Ok(limits) => limits,
+            Err(error) => return writeln!(f, "descriptors unknown: {error}"),
+        };
+        let raises = match limits.soft < limits.hard {
+            true => format!(" (serve raises the present {} to that)", limits.soft),
+            false => String::new(),
+        };
+        let needed = self.report.needed();
+        writeln!(f, "descriptors {} may be open{raises}, {needed} may be needed", limits.hard)?;
+        let Report { config, plan, .. } = self.report;
+        let streams = descriptors::streams(&config.rules);
+        let fits = descriptors::connections_that_fit(plan.shards.len(), limits.hard, streams);
+        if fits < config.limits.connections_max {
+            let asked = config.limits.connections_max;
+            writeln!(
+                f,
+                "            note: serve lowers limits.connections_max from {asked} to {fits}: raise the hard limit \
+                 (ulimit -Hn) for more"
+            )?;
         }
-        println!("ring        {}", ring(self.config.ring_entries));
+        Ok(())
     }
 }
 

@@ -13,6 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+use crate::config::ConfigError;
 use crate::fields::Problem;
 use crate::hash_command::{self, HashArgs, HashError};
 use crate::rules::KvDefaults;
@@ -71,6 +72,14 @@ pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
         }
     };
     ExitCode::from(outcome as u8)
+}
+
+/// How a command ends whose configuration cannot be used: that of a file that is not there is a wrong command.
+fn outcome_of(error: &ConfigError) -> Outcome {
+    match error {
+        ConfigError::Unreadable { .. } => Outcome::Usage,
+        ConfigError::Problems { .. } => Outcome::No,
+    }
 }
 
 fn hash(arguments: &HashArgs) -> Outcome {

@@ -16,7 +16,7 @@ use crate::cores::{self, Machine, Plan};
 use crate::fields::Problem;
 use crate::supervise::Supervisor;
 
-use super::{Outcome, descriptors};
+use super::{Outcome, descriptors, outcome_of};
 
 /// Where a gateway that serves can be reached.
 #[derive(Clone, Copy, Debug)]
@@ -31,37 +31,37 @@ pub(super) fn serve(path: Option<&Path>) -> Outcome {
     match start(path) {
         Ok(()) => Outcome::Right,
         Err(error) => {
-            eprintln!("kvlane: {error:#}");
-            Outcome::No
+            eprintln!("kvlane: {}", text_of(&error));
+            error.downcast_ref().map_or(Outcome::No, outcome_of)
         }
     }
 }
 
+/// An error and its causes, each said once: some errors name their cause themselves.
+fn text_of(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.ends_with(&cause) {
+            text += ": ";
+            text += &cause;
+        }
+    }
+    text
+}
+
 fn start(path: Option<&Path>) -> anyhow::Result<()> {
     let defaults = super::kv_defaults().map_err(|problems| anyhow::anyhow!("environment: {}", joined(&problems)))?;
-    let (config, warnings) = match path {
-        Some(path) => Config::read(path, &defaults)?,
+    let machine = Machine::read();
+    let (mut config, warnings) = match path {
+        Some(path) => Config::read(path, &defaults, Some(&machine))?,
         None => (Config { kv_defaults: defaults, ..Config::default() }, Vec::new()),
     };
     log_to_stderr(&config);
     for warning in &warnings {
         warn!(%warning, "configuration");
     }
-    let plan = plan(&config)?;
-    match descriptors::raise() {
-        Ok(limits) => {
-            info!(descriptors = limits.soft, "open descriptors allowed");
-            let needed = descriptors::needed(plan.shards.len(), config.limits.connections_max, 0);
-            if limits.soft < needed {
-                warn!(
-                    needed,
-                    allowed = limits.soft,
-                    "raise the hard limit (ulimit -Hn) or lower limits.connections_max"
-                );
-            }
-        }
-        Err(error) => warn!(%error, "the limit on open descriptors could not be raised"),
-    }
+    let plan = plan(&machine, &config)?;
+    fit_descriptors(&mut config, plan.shards.len());
     pin(plan.control)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("control runtime")?;
     runtime.block_on(async {
@@ -70,8 +70,30 @@ fn start(path: Option<&Path>) -> anyhow::Result<()> {
     })
 }
 
-fn plan(config: &Config) -> anyhow::Result<Plan> {
-    let plan = cores::plan(&Machine::read(), &config.cores).map_err(|errors| {
+/// Takes all descriptors there are, and no more client connections than they are enough for: a process without
+/// descriptors answers nobody.
+fn fit_descriptors(config: &mut Config, shards: usize) {
+    let limits = match descriptors::raise() {
+        Ok(limits) => limits,
+        Err(error) => return warn!(%error, "the limit on open descriptors could not be raised"),
+    };
+    info!(descriptors = limits.soft, "open descriptors allowed");
+    let (asked, streams) = (config.limits.connections_max, descriptors::streams(&config.rules));
+    let fits = descriptors::connections_that_fit(shards, limits.soft, streams);
+    if fits < asked {
+        config.limits.connections_max = fits;
+        warn!(
+            asked,
+            in_force = fits,
+            needed = descriptors::needed(shards, asked, streams),
+            allowed = limits.soft,
+            "limits.connections_max is lowered to what descriptors allow: raise the hard limit (ulimit -Hn)"
+        );
+    }
+}
+
+fn plan(machine: &Machine, config: &Config) -> anyhow::Result<Plan> {
+    let plan = cores::plan(machine, &config.cores).map_err(|errors| {
         let texts: Vec<String> = errors.iter().map(|error| format!("{}: {error}", error.option())).collect();
         anyhow::anyhow!("{}", texts.join("\n"))
     })?;

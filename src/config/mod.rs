@@ -6,7 +6,6 @@
 
 mod options;
 
-use std::collections::HashMap;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -14,8 +13,8 @@ use std::time::Duration;
 
 use shards::limits::Limits;
 
-use crate::cores::Wishes;
-use crate::fields::{Dialect, Fields, Problem, Report, from_toml};
+use crate::cores::{self, Machine, Wishes};
+use crate::fields::{Dialect, Fields, Kind, Node, Problem, Report, from_toml};
 use crate::rules::{self, KvDefaults, Rule};
 
 /// Everything the process is started with.
@@ -104,26 +103,39 @@ impl fmt::Display for Listing<'_> {
 }
 
 impl Config {
-    /// Reads and checks a file; what comes beside the configuration are warnings.
+    /// Reads and checks a file; what comes beside the configuration are warnings. `machine` is the one that must have
+    /// the cores it names; none = any.
     ///
     /// # Errors
     /// [`ConfigError`]: the file is unreadable, or everything in it that cannot be used.
-    pub fn read(path: &Path, kv_defaults: &KvDefaults) -> Result<(Config, Vec<Problem>), ConfigError> {
+    pub fn read(
+        path: &Path,
+        kv_defaults: &KvDefaults,
+        machine: Option<&Machine>,
+    ) -> Result<(Config, Vec<Problem>), ConfigError> {
         let text = std::fs::read_to_string(path)
             .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
-        Self::parse(&text, kv_defaults).map_err(|problems| ConfigError::Problems { path: path.to_owned(), problems })
+        Self::parse(&text, kv_defaults, machine)
+            .map_err(|problems| ConfigError::Problems { path: path.to_owned(), problems })
     }
 
-    /// Checks the text of a file.
+    /// Checks the text of a file, as [`Config::read`] does.
     ///
     /// # Errors
     /// Everything in it that cannot be used.
-    pub fn parse(text: &str, kv_defaults: &KvDefaults) -> Result<(Config, Vec<Problem>), Vec<Problem>> {
+    pub fn parse(
+        text: &str,
+        kv_defaults: &KvDefaults,
+        machine: Option<&Machine>,
+    ) -> Result<(Config, Vec<Problem>), Vec<Problem>> {
         let node = from_toml(text)?;
         let mut report = Report::new(Dialect::File);
         let mut root = Fields::root(&mut report, &node);
         let mut config = Config { kv_defaults: kv_defaults.clone(), ..Config::default() };
         options::read(&mut config, &mut root, &mut report);
+        if let Some(machine) = machine {
+            check_cores(&mut report, &node, machine, &config.cores);
+        }
         config.rules = read_rules(&mut root, &mut report, &config);
         root.finish(&mut report);
         report.problems.sort_by_key(|problem| problem.line);
@@ -131,25 +143,49 @@ impl Config {
     }
 }
 
-fn read_rules(root: &mut Fields<'_>, report: &mut Report, config: &Config) -> Vec<Rule> {
-    let mut taken: HashMap<SocketAddr, &str> = HashMap::from([(config.admin_listen, "[admin] listen")]);
-    if let Some(address) = config.metrics_listen {
-        taken.insert(address, "[metrics] listen");
+fn check_cores(report: &mut Report, document: &Node, machine: &Machine, wishes: &Wishes) {
+    for error in cores::plan(machine, wishes).err().into_iter().flatten() {
+        let key = error.option().to_owned();
+        let line = document.find(&key).and_then(|node| node.line);
+        report.problems.push(Problem { kind: Kind::Invalid, line, key, message: error.to_string() });
     }
+}
+
+fn read_rules(root: &mut Fields<'_>, report: &mut Report, config: &Config) -> Vec<Rule> {
+    let doors = [("[admin] listen", Some(config.admin_listen)), ("[metrics] listen", config.metrics_listen)];
     let mut rules: Vec<Rule> = Vec::new();
     for (index, fields) in root.tables(report, "rule").into_iter().enumerate() {
-        let place = format!("rule[{index}]");
+        let line = fields.line();
+        let invalid = |report: &mut Report, message| {
+            let key = format!("rule[{index}]");
+            report.problems.push(Problem { kind: Kind::Invalid, line, key, message });
+        };
         let Some(rule) = rules::check_file(fields, report, &config.kv_defaults) else { continue };
-        if let Some(owner) = taken.get(&rule.key.listen()) {
-            let message = format!("{place}: {} is already that of {owner}", rule.key.listen());
-            root.invalid(report, "rule", message);
+        let listen = rule.key.listen();
+        for (owner, address) in doors {
+            if let Some(address) = address.filter(|address| overlaps(*address, listen)) {
+                let message = if address == listen {
+                    format!("{listen} is already that of {owner}")
+                } else {
+                    format!("{listen} is already part of {address}, that of {owner}, or the other way round")
+                };
+                invalid(report, message);
+            }
         }
         if rules.iter().any(|other| other.key == rule.key) {
-            root.invalid(report, "rule", format!("{place}: an earlier rule is for {} already", rule.key));
+            invalid(report, format!("an earlier rule is for {} already", rule.key));
         }
         rules.push(rule);
     }
     rules
+}
+
+/// Whether a listener of the management plane keeps another from listening. Port 0 is a free one.
+fn overlaps(door: SocketAddr, other: SocketAddr) -> bool {
+    // A rule at `::` is for IPv6 alone, the management plane's is for both.
+    let door_has_all = door.ip().is_unspecified() && (door.is_ipv6() || other.is_ipv4());
+    let other_has_all = other.ip().is_unspecified() && door.is_ipv4() == other.is_ipv4();
+    door.port() != 0 && door.port() == other.port() && (door.ip() == other.ip() || door_has_all || other_has_all)
 }
 
 #[cfg(test)]

@@ -4,12 +4,13 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use shards::http::HEADERS_CEILING;
 use shards::limits::Limits;
 
 use crate::cores::Wish;
 use crate::fields::{Fields, Node, Report, Value};
 
-use super::Config;
+use super::{Config, overlaps};
 
 /// Most cores a list may name.
 const CORES_MAX: usize = 1024;
@@ -53,7 +54,8 @@ pub(super) fn read(config: &mut Config, root: &mut Fields<'_>, report: &mut Repo
     }
     if let Some(mut fields) = root.table(report, "metrics") {
         config.metrics_listen = read_listen(&mut fields, report);
-        if config.metrics_listen.is_some_and(|address| address.port() != 0 && address == config.admin_listen) {
+        let admin = config.admin_listen;
+        if config.metrics_listen.is_some_and(|address| overlaps(address, admin) || overlaps(admin, address)) {
             fields.invalid(report, "listen", "is already that of [admin] listen");
         }
         fields.finish(report);
@@ -140,7 +142,7 @@ fn read_limits(limits: &mut Limits, mut fields: Fields<'_>, report: &mut Report)
     let f = &mut fields;
     *limits = Limits {
         head_bytes_max: size(f, report, "head_bytes_max", 1024..=1 << 20, default.head_bytes_max),
-        headers_max: size(f, report, "headers_max", 8..=1000, default.headers_max),
+        headers_max: size(f, report, "headers_max", 8..=HEADERS_CEILING as i64, default.headers_max),
         body_bytes_max: size(f, report, "body_bytes_max", 1024..=1 << 30, default.body_bytes_max),
         relay_bytes_max: size(f, report, "relay_bytes_max", 4096..=1 << 20, default.relay_bytes_max),
         connections_max: size(f, report, "connections_max", 1..=1 << 20, default.connections_max),

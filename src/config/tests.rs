@@ -3,7 +3,7 @@ use super::*;
 use crate::cores::Wish;
 
 fn parse(text: &str) -> Result<Config, Vec<Problem>> {
-    Config::parse(text, &KvDefaults::default()).map(|(config, _)| config)
+    Config::parse(text, &KvDefaults::default(), None).map(|(config, _)| config)
 }
 
 fn listing(text: &str) -> Vec<String> {
@@ -21,7 +21,7 @@ fn every_file_in_configs_is_right() {
     let mut seen = 0;
     for entry in std::fs::read_dir(&dir).expect("configs is there") {
         let path = entry.expect("a directory entry").path();
-        let result = Config::read(&path, &KvDefaults::default());
+        let result = Config::read(&path, &KvDefaults::default(), None);
         let (config, warnings) = result.unwrap_or_else(|error| panic!("{error}"));
         assert!(warnings.is_empty(), "{}: {warnings:?}", path.display());
         if path.ends_with("lab.toml") {
@@ -92,8 +92,22 @@ wieght = 1
 fn contradictions_between_parts_are_found() {
     let cases = [
         ("[shards]\ncores = [0]\ncount = 1\n".to_owned(), "shards.count: goes with cores = \"auto\""),
-        (format!("{RULE}{RULE}"), "rule[1]: an earlier rule is for 127.0.0.1:8080 already"),
+        (format!("{RULE}{RULE}"), "kvlane.toml:8: rule[1]: an earlier rule is for 127.0.0.1:8080 already"),
         (format!("[admin]\nlisten = \"127.0.0.1:8080\"\n{RULE}"), "rule[0]: 127.0.0.1:8080 is already that of [admin]"),
+        (
+            format!("[admin]\nlisten = \"0.0.0.0:8080\"\n{RULE}"),
+            "kvlane.toml:3: rule[0]: 127.0.0.1:8080 is already part",
+        ),
+        (format!("[metrics]\nlisten = \"[::]:8080\"\n{RULE}"), "rule[0]: 127.0.0.1:8080 is already part of [::]:8080"),
+        (
+            format!("[admin]\nlisten = \"127.0.0.1:8080\"\n{}", RULE.replacen("127.0.0.1", "0.0.0.0", 1)),
+            "rule[0]: 0.0.0.0:8080 is already part of 127.0.0.1:8080, that of [admin] listen, or the other way round",
+        ),
+        (
+            "[admin]\nlisten = \"127.0.0.1:9000\"\n[metrics]\nlisten = \"0.0.0.0:9000\"\n".to_owned(),
+            "kvlane.toml:4: metrics.listen: is already that of [admin] listen",
+        ),
+        ("[limits]\nheaders_max = 257\n".to_owned(), "limits.headers_max: 257 is not within 8 to 256"),
         (
             "[admin]\nlisten = \"127.0.0.1:9000\"\n[metrics]\nlisten = \"127.0.0.1:9000\"\n".to_owned(),
             "metrics.listen: is already that of [admin] listen",
@@ -105,6 +119,34 @@ fn contradictions_between_parts_are_found() {
         let lines = listing(&text);
         assert!(lines.iter().any(|line| line.contains(expected)), "{lines:?} lacks {expected:?}");
     }
+}
+
+#[test]
+fn listeners_that_share_a_port_only_by_number_are_right() {
+    for door in ["127.0.0.2:8080", "[::1]:8080", "0.0.0.0:8081", "127.0.0.1:0"] {
+        parse(&format!("[admin]\nlisten = \"{door}\"\n{RULE}"))
+            .unwrap_or_else(|problems| panic!("{door}: {problems:?}"));
+    }
+    let six = RULE.replacen("127.0.0.1", "::", 1);
+    parse(&format!("[admin]\nlisten = \"127.0.0.1:8080\"\n{six}")).expect("a rule at :: is for IPv6 alone");
+}
+
+#[test]
+fn cores_that_the_machine_lacks_stand_among_the_other_problems() {
+    let machine = Machine { online: [0, 1].into(), ..Machine::default() };
+    let text = "[shards]\ncores = [4095]\nlisten_backlog = 0\n[ingest]\ncores = [4094]\n[control]\ncore = 4093\n";
+    let problems = Config::parse(text, &KvDefaults::default(), Some(&machine)).expect_err("refused");
+    let lines: Vec<_> = problems.iter().map(|p| (p.line, p.key.as_str())).collect();
+    assert_eq!(
+        lines,
+        [
+            (Some(2), "shards.cores"),
+            (Some(3), "shards.listen_backlog"),
+            (Some(5), "ingest.cores"),
+            (Some(7), "control.core"),
+        ]
+    );
+    assert!(problems[0].message.starts_with("core 4095 is not online"), "{problems:?}");
 }
 
 #[test]

@@ -35,6 +35,17 @@ pub struct Node {
     pub line: Option<u32>,
 }
 
+impl Node {
+    /// The value of a full name of tables and a name in the last of them, such as `shards.cores`.
+    #[must_use]
+    pub fn find(&self, key: &str) -> Option<&Node> {
+        key.split('.').try_fold(self, |node, part| match &node.value {
+            Value::Table(entries) => entries.iter().find(|(name, _)| name == part).map(|(_, node)| node),
+            _ => None,
+        })
+    }
+}
+
 /// The kinds of value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
@@ -169,6 +180,12 @@ impl<'a> Fields<'a> {
         let exact = self.entries.iter().position(|(key, _)| key == name);
         let any_case = || self.entries.iter().position(|(key, _)| key.eq_ignore_ascii_case(name));
         exact.or_else(|| if self.any_case { any_case() } else { None })
+    }
+
+    /// Where the table begins; none in a request.
+    #[must_use]
+    pub fn line(&self) -> Option<u32> {
+        self.line
     }
 
     /// Full name of a value of this table.

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use shards::proxy::is_ours;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -18,6 +19,8 @@ pub enum Answer {
     Status(u16),
     /// No connection, no answer in time, or no HTTP.
     None,
+    /// Never asked, for want of descriptors, memory or ports here: it says nothing of the endpoint. With the reason.
+    Unasked(String),
 }
 
 impl Answer {
@@ -32,13 +35,23 @@ impl Answer {
 /// Asks once, within `timeout` in all. `authorization` is the value of that header.
 pub async fn probe(address: SocketAddr, authorization: Option<&str>, timeout: Duration) -> Answer {
     match tokio::time::timeout(timeout, ask(address, authorization)).await {
-        Ok(Some(status)) => Answer::Status(status),
-        Ok(None) | Err(_) => Answer::None,
+        Ok(answer) => answer,
+        Err(_) => Answer::None,
     }
 }
 
-async fn ask(address: SocketAddr, authorization: Option<&str>) -> Option<u16> {
-    let mut stream = TcpStream::connect(address).await.ok()?;
+async fn ask(address: SocketAddr, authorization: Option<&str>) -> Answer {
+    match TcpStream::connect(address).await {
+        Ok(stream) => talk(stream, address, authorization).await.map_or(Answer::None, Answer::Status),
+        Err(error) => no_connection(&error),
+    }
+}
+
+fn no_connection(error: &std::io::Error) -> Answer {
+    if is_ours(error) { Answer::Unasked(error.to_string()) } else { Answer::None }
+}
+
+async fn talk(mut stream: TcpStream, address: SocketAddr, authorization: Option<&str>) -> Option<u16> {
     stream.write_all(discovery::request(address, "/health", authorization).as_bytes()).await.ok()?;
     let mut line = [0; LINE_BYTES_MAX];
     let mut filled = 0;
@@ -56,4 +69,22 @@ fn status_of(line: &[u8]) -> Option<u16> {
     let rest = line.strip_prefix(b"HTTP/1.")?;
     let digits = rest.get(1..)?.strip_prefix(b" ")?.get(..3)?;
     std::str::from_utf8(digits).ok()?.parse().ok().filter(|status| (100..600).contains(status))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Error;
+
+    use super::*;
+
+    #[test]
+    fn a_want_of_resources_here_says_nothing_of_the_endpoint() {
+        for errno in [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::ENOBUFS, libc::EADDRNOTAVAIL] {
+            let error = Error::from_raw_os_error(errno);
+            assert_eq!(no_connection(&error), Answer::Unasked(error.to_string()));
+        }
+        for errno in [libc::ECONNREFUSED, libc::ETIMEDOUT, libc::EHOSTUNREACH, libc::ENETUNREACH, libc::ECONNRESET] {
+            assert_eq!(no_connection(&Error::from_raw_os_error(errno)), Answer::None);
+        }
+    }
 }

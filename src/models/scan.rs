@@ -1,9 +1,9 @@
 //! What lies in the tokenizer directory, told apart by inode, time of change and size.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::{self, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use shards::prompt::{ModelFiles, SLUG_BYTES_MAX};
@@ -115,8 +115,8 @@ pub(super) fn read(slug: &str, staged: Option<&Staged>, directory: &Path) -> Res
 
 fn read_file(path: &Path) -> Result<String, (PathBuf, String)> {
     let failed = |error: io::Error| (path.to_owned(), error.to_string());
-    let file = File::open(path).map_err(failed)?;
-    // A FIFO would block the loader for ever.
+    // To open a FIFO that nobody writes to would block the loader for ever; reads of a regular file are as ever.
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(failed)?;
     if !file.metadata().map_err(failed)?.is_file() {
         return Err((path.to_owned(), "not a regular file".into()));
     }

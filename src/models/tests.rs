@@ -138,23 +138,35 @@ fn an_assumed_template_is_shown_until_it_is_confirmed() {
     assert_eq!(assumed(), Some(false));
 }
 
+/// A FIFO that nobody writes to.
+fn make_fifo(path: &Path) {
+    use std::os::unix::ffi::OsStrExt;
+    let path = std::ffi::CString::new(path.as_os_str().as_bytes()).unwrap();
+    // SAFETY: the pointer is to a text that ends with a zero byte and outlives the call.
+    assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+}
+
 #[test]
 fn what_is_no_file_of_text_is_reported() {
     let fixture = Fixture::start("odd");
-    fixture.control.set_wanted(["dir".to_owned(), "binary".to_owned(), "a\0b".to_owned()]);
+    fs::create_dir_all(fixture.directory.join("fifo")).unwrap();
+    make_fifo(&fixture.directory.join("fifo/tokenizer.json"));
+    fixture.control.set_wanted(["dir", "binary", "a\0b", "fifo"].map(str::to_owned));
     fs::create_dir_all(fixture.directory.join("dir/tokenizer.json")).unwrap();
     fs::create_dir_all(fixture.directory.join("binary")).unwrap();
     fs::write(fixture.directory.join("binary/tokenizer.json"), [0xff, 0xfe, 0x00]).unwrap();
-    fixture.wait("all failed", |t| ["binary", "dir", "a\0b"].iter().all(|slug| failed(t, slug)));
+    fixture.wait("all failed", |t| ["binary", "dir", "a\0b", "fifo"].iter().all(|slug| failed(t, slug)));
     fixture.wait("reasons", |_| {
         let reason = |slug| match fixture.status(slug).map(|s| s.state) {
             Some(ModelState::Failed { reason }) => reason,
             _ => String::new(),
         };
         reason("dir").contains("not a regular file")
+            && reason("fifo").contains("not a regular file")
             && reason("binary").contains("UTF-8")
             && reason("a\0b").contains("no directory")
     });
+    assert_eq!(fixture.status("fifo").unwrap().path, fixture.directory.join("fifo/tokenizer.json"));
 }
 
 #[test]

@@ -1,23 +1,40 @@
 //! The checks of a rule, in one place for the file and the API.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
 
 use shards::service::{Engine, Select};
 
-use crate::fields::{Dialect, Fields, Node, Problem, Report};
+use crate::fields::{Dialect, Fields, Node, Problem, Report, Value};
 
 use super::{EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others};
 
 /// The load-balancer mode in which connections are ended and requests are read.
 const FULLPROXY: i64 = 4;
 
+/// Options that say something only where cache events are followed.
+const KV_OPTIONS: [&str; 12] = [
+    "kvBlockSize",
+    "kvHashAlgo",
+    "kvZmqPort",
+    "kvWarmupSec",
+    "kvDpRankCount",
+    "kvNoneHashSeed",
+    "kvChatTemplate",
+    "kvMinMatchTokens",
+    "kvSpillRelief",
+    "kvColdstartSeedN",
+    "kvColdstartMinBlocks",
+    "kvMeanLoadFactor",
+];
+
 /// What the parts of a rule must know of each other.
 pub(super) struct Facts {
     pub(super) exact_mode: i64,
     pub(super) pd: bool,
+    pub(super) listen: SocketAddr,
 }
 
 /// Checks a `[[rule]]` of a file: the options of `serviceArguments` directly, and `[[rule.endpoints]]`.
@@ -59,11 +76,12 @@ pub fn check(
     report: &mut Report,
     defaults: &KvDefaults,
 ) -> Rule {
-    let facts = read_facts(fields, report);
+    let key = read_key(fields, report);
+    let facts = read_facts(fields, report, key.listen());
     check_mode(fields, report, &facts);
     check_pd(fields, report, &facts);
     check_refusals(fields, report);
-    let key = read_key(fields, report);
+    warn_of_unused(fields, report, &facts, &KV_OPTIONS);
     let (engine, kv) = kv::read(fields, report, &facts, defaults);
     let mut rule = Rule {
         key,
@@ -92,13 +110,30 @@ fn read_token(fields: &mut Fields<'_>, report: &mut Report) -> Option<Arc<Engine
     }
 }
 
-fn read_facts(fields: &mut Fields<'_>, report: &mut Report) -> Facts {
+/// Names the options among `names` that a rule without KV-exact routing gives for nothing; true if there are any.
+/// Zero, false and the empty text ask for nothing.
+pub(super) fn warn_of_unused(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts, names: &[&str]) -> bool {
+    let asks = |node: &Node| match &node.value {
+        Value::Int(number) => *number != 0,
+        Value::Bool(flag) => *flag,
+        Value::Text(text) => !text.is_empty(),
+        _ => true,
+    };
+    let given = names.iter().copied().filter(|name| fields.take(name).is_some_and(asks)).collect::<Vec<_>>();
+    if facts.exact_mode != 0 || given.is_empty() {
+        return false;
+    }
+    fields.warn(report, given[0], format!("without kvExactMode 3 these have no effect: {}", given.join(", ")));
+    true
+}
+
+fn read_facts(fields: &mut Fields<'_>, report: &mut Report, listen: SocketAddr) -> Facts {
     let exact_mode = fields.int_in(report, "kvExactMode", 0..=3).unwrap_or(0);
     let pd = fields.flag(report, "pd_disagg_mode").unwrap_or(false);
     if exact_mode == 2 {
         fields.invalid(report, "kvExactMode", "2 is reserved: write 3 for a single pool, 1 for P/D");
     }
-    Facts { exact_mode, pd }
+    Facts { exact_mode, pd, listen }
 }
 
 fn check_mode(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts) {

@@ -7,7 +7,7 @@ use shards::service::Engine;
 
 use crate::fields::{Fields, Report, Value};
 
-use super::check::Facts;
+use super::check::{Facts, warn_of_unused};
 use super::{ENDPOINTS_MAX, EventPlace, EventSource, Host, KvRule, RuleEndpoint};
 
 /// Largest weight. A larger one is refused.
@@ -31,6 +31,7 @@ pub(super) fn read(
         return Vec::new();
     }
     let (mut prefill, mut decode) = (false, false);
+    let mut warned = false;
     let mut seen = Seen::default();
     let mut endpoints = Vec::with_capacity(list.len());
     for (index, mut fields) in list.into_iter().enumerate() {
@@ -41,8 +42,12 @@ pub(super) fn read(
         refuse_options(&mut fields, report, engine);
         let endpoint = read_one(&mut fields, report, engine, kv, replay_offset);
         if report.problems.len() == before {
+            check_loop(&fields, report, facts, &endpoint);
+            check_ports(&fields, report, &endpoint, kv.map_or(1, |kv| kv.ranks));
             seen.check(&fields, report, index, &endpoint, kv.map_or(1, |kv| kv.ranks));
         }
+        // Said of the first of them: what holds for one holds for all.
+        warned = warned || warn_of_unused(&mut fields, report, facts, &["kvZmqPort", "kvReplayPort", "kvZmqBind"]);
         read_inert(&mut fields, report);
         fields.finish(report);
         endpoints.push(endpoint);
@@ -74,6 +79,49 @@ fn refuse_options(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) 
                 format!("is refused for kv-engine-type llamacpp: it publishes no cache events; leave {name} out");
             fields.invalid(report, name, message);
         }
+    }
+}
+
+
+/// An endpoint at which the rule itself listens would be sent its own requests again and again.
+fn check_loop(fields: &Fields<'_>, report: &mut Report, facts: &Facts, endpoint: &RuleEndpoint) {
+    let listen = facts.listen;
+    let here = match &endpoint.host {
+        Host::Ip(ip) => *ip == listen.ip() || (listen.ip().is_unspecified() && is_loopback(*ip, listen)),
+        Host::Name(name) => name == "localhost" && (listen.ip().is_loopback() || listen.ip().is_unspecified()),
+    };
+    if here && endpoint.port == listen.port() {
+        fields.invalid(report, "endpointIP", format!("{endpoint} is the rule's own address, {listen}: it would loop"));
+    }
+}
+
+fn is_loopback(ip: IpAddr, listen: SocketAddr) -> bool {
+    ip.is_loopback() && ip.is_ipv4() == listen.is_ipv4()
+}
+
+/// One port of an engine cannot serve requests, events and replays.
+fn check_ports(fields: &Fields<'_>, report: &mut Report, endpoint: &RuleEndpoint, ranks: u8) {
+    let Some(events) = &endpoint.events else { return };
+    let near = |a: u16, b: u16, room: u8| a.abs_diff(b) < u16::from(room);
+    let serving = |first: u16| endpoint.port >= first && near(endpoint.port, first, ranks);
+    let live = match events.live {
+        EventPlace::Connect(port) => Some(port),
+        EventPlace::Bind(_) => None,
+    };
+    // A replay port that the endpoint does not name is a guess, which nobody answers where it is wrong.
+    let replay = events.replay_port.filter(|_| events.own_replay);
+    let with_ranks = if ranks > 1 { format!(" (with {ranks} ranks)") } else { String::new() };
+    for (name, port) in [("kvZmqPort", live), ("kvReplayPort", replay)] {
+        if let Some(port) = port.filter(|port| serving(*port)) {
+            let message = format!("{port}{with_ranks} is also the targetPort: the engine serves requests there");
+            fields.invalid(report, name, message);
+        }
+    }
+    if let (Some(live), Some(replay)) = (live, replay)
+        && near(live, replay, ranks)
+    {
+        let message = format!("{replay}{with_ranks} is also the event port {live}: an engine has a port for each");
+        fields.invalid(report, "kvReplayPort", message);
     }
 }
 

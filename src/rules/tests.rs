@@ -207,6 +207,15 @@ fn endpoints_are_checked_one_by_one_and_together() {
             json!([one(json!({"kvZmqBind": "tcp://127.0.0.1:6000", "kvZmqPort": 6000}))]),
             "cannot stand beside kvZmqPort",
         ),
+        (json!([one(json!({"kvZmqPort": 8000}))]), "kvZmqPort: 8000 is also the targetPort"),
+        (json!([one(json!({"targetPort": 5557}))]), "kvZmqPort: 5557 is also the targetPort"),
+        (json!([one(json!({"kvReplayPort": 8000}))]), "kvReplayPort: 8000 is also the targetPort"),
+        (json!([one(json!({"kvReplayPort": 5557}))]), "kvReplayPort: 5557 is also the event port 5557"),
+        (
+            json!([one(json!({"endpointIP": "127.0.0.1", "targetPort": 8080}))]),
+            "endpoints[0].endpointIP: 127.0.0.1:8080 is the rule's own address, 127.0.0.1:8080",
+        ),
+        (json!([one(json!({"endpointIP": "localhost", "targetPort": 8080}))]), "is the rule's own address"),
     ];
     for (endpoints, expected) in cases {
         refused(&body(json!({}), endpoints), Kind::Invalid, expected);
@@ -218,6 +227,44 @@ fn endpoints_are_checked_one_by_one_and_together() {
         &body(json!({"kvDpRankCount": 2}), neighbours),
         Kind::Invalid,
         "tcp://10.0.0.1:6001, as those of endpoints[0] rank 1",
+    );
+    // So do the ranks of one engine: events at 5557 and 5558, replays at 5558 and 5559.
+    let close = json!([one(json!({"kvReplayPort": 5558}))]);
+    accepted(&body(json!({}), close.clone()));
+    refused(
+        &body(json!({"kvDpRankCount": 2}), close),
+        Kind::Invalid,
+        "5558 (with 2 ranks) is also the event port 5557",
+    );
+}
+
+#[test]
+fn an_endpoint_at_the_rules_wildcard_address_is_a_loop_only_on_this_host() {
+    let rule = |external: &str, host: &str, port: u16| {
+        let endpoints = json!([{"endpointIP": host, "targetPort": port}]);
+        body(json!({"externalIP": external, "kvZmqPort": 6000}), endpoints)
+    };
+    for (external, host) in [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::", "::1")] {
+        refused(&rule(external, host, 8080), Kind::Invalid, "it would loop");
+        accepted(&rule(external, host, 8081));
+    }
+    accepted(&rule("0.0.0.0", "10.0.0.1", 8080));
+    accepted(&rule("::", "127.0.0.1", 8080));
+}
+
+#[test]
+fn kv_options_without_kv_exact_mode_are_named_once() {
+    let endpoints = json!([{"endpointIP": "10.0.0.1", "targetPort": 8000, "kvReplayPort": 7001},
+                           {"endpointIP": "10.0.0.2", "targetPort": 8000, "kvReplayPort": 7001}]);
+    let changes = json!({"kvExactMode": 0, "kvHashAlgo": "", "kvSpillRelief": false});
+    let (_, warnings) = request(&body(changes, endpoints)).expect("accepted");
+    let warnings: Vec<String> = warnings.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        warnings,
+        [
+            "serviceArguments.kvBlockSize: without kvExactMode 3 these have no effect: kvBlockSize, kvZmqPort",
+            "endpoints[0].kvReplayPort: without kvExactMode 3 these have no effect: kvReplayPort",
+        ]
     );
 }
 

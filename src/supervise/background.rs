@@ -18,7 +18,7 @@ use crate::rules::{EngineToken, Host};
 use super::{Control, engines, resolve};
 
 /// Probes under way at once. Beyond it the others of that second wait for these.
-const PROBES_MAX: usize = 256;
+pub(crate) const PROBES_MAX: usize = 256;
 
 /// Starts the tasks; dropping what is returned ends them.
 pub(super) fn start(control: &Control) -> JoinSet<()> {
@@ -38,6 +38,7 @@ struct Target {
 
 async fn probe_all(control: Control) {
     let mut monitors: HashMap<(ServiceId, EndpointIndex), Monitor> = HashMap::new();
+    let mut starved = false;
     let mut tick = tokio::time::interval(health::PERIOD);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -47,6 +48,7 @@ async fn probe_all(control: Control) {
         monitors.retain(|key, _| present.contains(key));
         let mut waiting = targets.into_iter();
         let mut probes = JoinSet::new();
+        let mut unasked = None;
         for target in waiting.by_ref().take(PROBES_MAX) {
             probes.spawn(ask(target));
         }
@@ -56,8 +58,20 @@ async fn probe_all(control: Control) {
             }
             let Ok((target, answer)) = done else { continue };
             note_access(&control, &target, &answer);
-            judge(monitors.entry(target.key).or_default(), &target, answer.is_alive());
+            match answer {
+                Answer::Unasked(reason) => unasked = Some(reason),
+                answer => judge(monitors.entry(target.key).or_default(), &target, answer.is_alive()),
+            }
         }
+        // Said when it begins and when it ends, not every second.
+        match &unasked {
+            Some(reason) if !starved => {
+                warn!(reason, "endpoints cannot be probed, for want of resources here: their states stay as they are");
+            }
+            None if starved => info!("all endpoints are probed again"),
+            _ => {}
+        }
+        starved = unasked.is_some();
     }
 }
 
@@ -87,6 +101,8 @@ fn note_access(control: &Control, target: &Target, answer: &Answer) {
         Answer::Status(status @ (401 | 403)) => Access::Denied(*status),
         Answer::Status(status) if *status < 500 => Access::Open,
         Answer::Status(status) => Access::Failed(format!("GET /health: status {status}")),
+        // Nobody asked: what was known stays.
+        Answer::Unasked(_) => return,
         Answer::None => Access::Failed("GET /health: no answer".to_owned()),
     };
     let denied = matches!(access, Access::Denied(_));

@@ -29,6 +29,7 @@ use crate::cores::Plan;
 use crate::discovery::{Discovery, ServiceFacts};
 use crate::rules::{Rule, RuleKey};
 
+pub(crate) use background::PROBES_MAX;
 pub use parts::{IngestPart, ModelsPart, PartError, ShardView};
 use parts::{Listeners, Parts};
 pub use registry::{Entry, RegistryError};

@@ -137,6 +137,9 @@ pub enum ErrorKind {
     Status5xx,
     /// The connection ended or failed before the answer was whole.
     Broken,
+    /// A connection that was used before ended without a byte of an answer: most likely it was closed as idle while
+    /// the request was on its way.
+    ClosedIdle,
     /// The answer was not whole in time.
     Timeout,
     /// The answer is not what the API says: head, framing, JSON or event.
@@ -147,12 +150,13 @@ pub enum ErrorKind {
 
 impl ErrorKind {
     /// Every kind, in the order of the counters.
-    pub const ALL: [ErrorKind; 8] = [
+    pub const ALL: [ErrorKind; 9] = [
         ErrorKind::Connect,
         ErrorKind::Status3xx,
         ErrorKind::Status4xx,
         ErrorKind::Status5xx,
         ErrorKind::Broken,
+        ErrorKind::ClosedIdle,
         ErrorKind::Timeout,
         ErrorKind::BadBody,
         ErrorKind::StreamError,
@@ -167,6 +171,7 @@ impl ErrorKind {
             ErrorKind::Status4xx => "status_4xx",
             ErrorKind::Status5xx => "status_5xx",
             ErrorKind::Broken => "broken_stream",
+            ErrorKind::ClosedIdle => "closed_idle",
             ErrorKind::Timeout => "timeout",
             ErrorKind::BadBody => "bad_body",
             ErrorKind::StreamError => "stream_error",
@@ -239,11 +244,17 @@ pub(crate) struct Exchange<S> {
     pub(crate) reusable: Option<S>,
 }
 
-/// Sends one request and reads its answer to the end. The caller bounds the time.
-pub(crate) async fn exchange<S: ByteStream>(mut stream: S, request: &[u8]) -> Result<Exchange<S>, ErrorKind> {
-    stream.write_all(request).await.map_err(|_| ErrorKind::Broken)?;
+/// Sends one request and reads its answer to the end; `reused` says that the connection has carried another before.
+/// The caller bounds the time.
+pub(crate) async fn exchange<S: ByteStream>(
+    mut stream: S,
+    reused: bool,
+    request: &[u8],
+) -> Result<Exchange<S>, ErrorKind> {
+    let silent_end = if reused { ErrorKind::ClosedIdle } else { ErrorKind::Broken };
+    stream.write_all(request).await.map_err(|_| silent_end)?;
     let mut buffer = vec![0; READ_BYTES];
-    let (head, rest) = read_head(&mut stream, &mut buffer).await?;
+    let (head, rest) = read_head(&mut stream, &mut buffer, silent_end).await?;
     if let Some(kind) = ErrorKind::of_status(head.status) {
         return Err(kind);
     }
@@ -289,8 +300,14 @@ fn feed(
 }
 
 /// Reads until the head is whole; returns it and what was read of the body. Interim (1xx) heads are skipped.
-async fn read_head<S: ByteStream>(stream: &mut S, buffer: &mut [u8]) -> Result<(Head, Vec<u8>), ErrorKind> {
+/// The final head, and what came with it. `silent_end` is what an end before the first byte is.
+async fn read_head<S: ByteStream>(
+    stream: &mut S,
+    buffer: &mut [u8],
+    silent_end: ErrorKind,
+) -> Result<(Head, Vec<u8>), ErrorKind> {
     let mut bytes = Vec::new();
+    let mut end = silent_end;
     loop {
         while let Some((head, length)) = Head::parse(&bytes).map_err(|_| ErrorKind::BadBody)? {
             bytes.drain(..length);
@@ -298,10 +315,11 @@ async fn read_head<S: ByteStream>(stream: &mut S, buffer: &mut [u8]) -> Result<(
                 return Ok((head, bytes));
             }
         }
-        let read = stream.read(buffer).await.map_err(|_| ErrorKind::Broken)?;
+        let read = stream.read(buffer).await.map_err(|_| end)?;
         if read == 0 {
-            return Err(ErrorKind::Broken);
+            return Err(end);
         }
+        end = ErrorKind::Broken;
         bytes.extend_from_slice(&buffer[..read]);
     }
 }

@@ -157,11 +157,12 @@ impl<R: Runtime> Thread<R> {
             let mut client = self.client.borrow_mut();
             (client.take_idle(), client.address(), client.encode(request.api, &request.body))
         };
+        let reused = idle.is_some();
         let stream = match idle {
             Some(stream) => stream,
             None => R::connect(address).await.map_err(|_| ErrorKind::Connect)?,
         };
-        let exchange = client::exchange(stream, &bytes).await?;
+        let exchange = client::exchange(stream, reused, &bytes).await?;
         if let Some(stream) = exchange.reusable {
             self.client.borrow_mut().give_back(stream);
         }

@@ -138,6 +138,7 @@ fn errors_are_told_apart_by_kind() {
         ("status_5xx", serve("HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n".to_owned()).0),
         ("status_4xx", serve("HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n".to_owned()).0),
         ("broken_stream", serve("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab".to_owned()).0),
+        ("broken_stream", serve(String::new()).0),
         ("bad_body", serve("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab".to_owned()).0),
         ("stream_error", serve(chunked(STREAM)).0),
         ("connect", closed),
@@ -146,6 +147,15 @@ fn errors_are_told_apart_by_kind() {
         let report = play(&url, RuntimeChoice::Auto, Pace::Closed { clients: 1 }, 3).to_json();
         assert_eq!(report["requests"]["errors_by_kind"], serde_json::json!({ kind: 3 }), "{report}");
     }
+}
+
+#[test]
+fn a_kept_connection_that_ends_without_a_byte_is_told_from_a_broken_answer() {
+    // The server promises to keep the connection and ends it after one answer (`serve` does without a "Content-").
+    let (url, connections) = serve(chunked(&format!("{STREAM}data: [DONE]\n\n")).replace("Content-", "CONTENT-"));
+    let report = play(&url, RuntimeChoice::Auto, Pace::Closed { clients: 1 }, 4);
+    assert_eq!((report.seen.completed, connections.load(Ordering::SeqCst)), (2, 2), "{}", report.to_text());
+    assert_eq!(report.to_json()["requests"]["errors_by_kind"], serde_json::json!({ "closed_idle": 2 }));
 }
 
 #[test]

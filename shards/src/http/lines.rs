@@ -3,7 +3,7 @@
 use super::Span;
 
 /// Most headers any configuration may allow in one head.
-pub(super) const HEADERS_CEILING: usize = 256;
+pub const HEADERS_CEILING: usize = 256;
 
 /// A header of a head, with the span of its whole line.
 #[derive(Clone, Copy)]

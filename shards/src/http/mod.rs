@@ -16,6 +16,7 @@ mod lines;
 
 pub use body::{BodyTracker, Dechunker};
 pub use chunked::{ChunkError, ChunkScanner};
+pub use lines::HEADERS_CEILING;
 pub use request::{HeadError, RequestBody, RequestHead};
 pub use response::{ResponseBody, ResponseHead};
 

@@ -8,6 +8,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::service::MissReason;
+
 use super::model::Model;
 
 /// Longest slug, bytes: one component of a path.
@@ -47,6 +49,20 @@ pub enum Lookup<'a> {
     Loading,
     /// Not staged, or its files are unreadable or damaged.
     Missing,
+}
+
+impl<'a> Lookup<'a> {
+    /// The model that is loaded.
+    ///
+    /// # Errors
+    /// Why a request for it is routed without keys.
+    pub fn ready(self) -> Result<&'a Arc<Model>, MissReason> {
+        match self {
+            Lookup::Ready(model) => Ok(model),
+            Lookup::Loading => Err(MissReason::TokenizerLoading),
+            Lookup::Missing => Err(MissReason::Tokenizer),
+        }
+    }
 }
 
 impl ModelTable {
@@ -143,5 +159,8 @@ mod tests {
         assert!(!asked());
         assert!(matches!(table.lookup("a/b"), Lookup::Loading));
         assert!(asked());
+        // Who reads the counters can tell a model that is about to come from one that never will.
+        let reason = |model| table.lookup(model).ready().expect_err("nothing is loaded").name();
+        assert_eq!((reason("a/b"), reason("bad")), ("tokenizer_loading", "tokenizer_missing"));
     }
 }

@@ -277,7 +277,8 @@ fn refusal_of(error: HeadError) -> Refusal {
     }
 }
 
-/// Whether an error of the connection itself, rather than of the peer, is to blame.
+/// Whether this host lacks what a connection needs (descriptors, memory, ports), so that the error says nothing of the
+/// peer.
 #[must_use]
 pub fn is_ours(error: &io::Error) -> bool {
     matches!(

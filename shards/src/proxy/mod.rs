@@ -34,6 +34,7 @@ use crate::load::LoadTable;
 use crate::prompt::PrefixCache;
 use crate::service::Tables;
 
+pub use client::is_ours;
 use client::{Buffers, Client, Incoming};
 use exchange::Next;
 use routes::Routes;

@@ -7,7 +7,7 @@ use crate::executor::Ticket;
 use crate::ids::{BlockKey, EndpointIndex};
 use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
-use crate::prompt::{Api, BodyView, Job, Keying, Lookup, ModelTable, PrefixCache, Step};
+use crate::prompt::{Api, BodyView, Job, Keying, ModelTable, PrefixCache, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason};
 
@@ -127,7 +127,7 @@ fn begin<'a>(
     let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
     let adapter = kv.adapters.get(model);
     let base = adapter.map_or(model, |adapter| &adapter.base);
-    let Lookup::Ready(model) = models.lookup(base) else { return Err(MissReason::Tokenizer) };
+    let model = models.lookup(base).ready()?;
     let lora = adapter.map(|adapter| &adapter.lora);
     let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
     Job::of_view(api, body, model, kv.chat_template.as_ref(), keying, prefixes)
