@@ -188,6 +188,10 @@ fn an_answer_that_is_nonsense_from_the_start_is_not_passed_on() {
             "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nwhat\r\n",
             "HTTP/1.1 101 Switching Protocols\r\n\r\n",
             "HTTP/1.1 200 OK\r\nContent-Le",
+            "\nHTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
+            "\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+            "HTTP/1.1 000 Weird\r\nContent-Length: 2\r\n\r\nno",
+            "HTTP/1.1 600 Weird\r\nContent-Length: 2\r\n\r\nno",
         ] {
             let engine = Engine::start(move |served| {
                 served.client.send(nonsense);
