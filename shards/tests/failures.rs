@@ -205,6 +205,44 @@ fn an_answer_that_is_nonsense_from_the_start_is_not_passed_on() {
 }
 
 #[test]
+fn good_bytes_before_broken_chunks_arrive_and_the_error_event_stands_at_a_boundary() {
+    const STEPS: [(&str, &str, bool); 3] =
+        [("chunk", "67890\r\nZZ\r\n", true), ("size", "67890\r\n5Z\r\n", false), ("data", "67890ZZ\r\n", false)];
+    for rung in RUNGS {
+        let (go, may_go) = mpsc::channel::<()>();
+        let may_go = Mutex::new(may_go);
+        let engine = Engine::start(move |served| {
+            served.client.send(
+                "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\na\r\n12345",
+            );
+            may_go.lock().expect("no panic").recv().expect("the test goes on");
+            let step = STEPS.iter().find(|(name, ..)| served.request.head.contains(&format!("/{name} ")));
+            served.client.send(step.expect("one of them").1);
+            false
+        });
+        let gateway = Gateway::start(rung, limits(), &[engine.address]);
+        for (name, _, told) in STEPS {
+            for version in ["1.1", "1.0"] {
+                let mut client = gateway.connect();
+                client.send(format!("GET /{name} HTTP/{version}\r\nHost: a\r\n\r\n"));
+                client.read_until(b"12345").expect("what came before the pause");
+                go.send(()).expect("the engine waits");
+                client.read_until(b"67890").expect("the good bytes of the last write");
+                let event = client.read_until(b"data: {\"error\":");
+                assert_eq!(event.is_some(), told || version == "1.0", "{rung:?} {name} {version}");
+                if version == "1.1"
+                    && let Some(event) = event
+                {
+                    let event = String::from_utf8(event).expect("text");
+                    assert!(event.starts_with("\r\n") && !event.contains('Z'), "{rung:?} {name}: {event:?}");
+                }
+            }
+        }
+        gateway.stop();
+    }
+}
+
+#[test]
 fn a_stream_without_a_length_that_breaks_is_reset() {
     for rung in RUNGS {
         let engine = Engine::start(|served| {
