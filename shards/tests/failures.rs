@@ -292,6 +292,33 @@ fn a_drain_finishes_streams_closes_idle_connections_and_takes_no_new_ones() {
 }
 
 #[test]
+fn a_request_that_follows_an_answer_into_a_drain_is_served_and_told_of_the_close() {
+    for rung in RUNGS {
+        let (engine, was_asked, go) = stepwise(STREAM);
+        let gateway = Gateway::start(rung, limits(), &[engine.address]);
+        let mut idle = gateway.connect();
+        let mut busy = gateway.connect();
+        busy.send(GET);
+        was_asked.recv_timeout(PATIENCE).expect("the engine is asked");
+        go.send(()).expect("the engine waits");
+        assert!(busy.read_until(b"data: 1\n\n\r\n").is_some());
+        let receipt = gateway.shard.send(Command::Drain(PATIENCE)).expect("the shard takes commands");
+        assert!(idle.ends(), "{rung:?}: the drain has begun");
+        go.send(()).expect("the engine waits");
+        assert!(busy.read_until(b"0\r\n\r\n").is_some(), "{rung:?}: the answer comes whole");
+        busy.send(GET);
+        was_asked.recv_timeout(PATIENCE).expect("the engine is asked again");
+        go.send(()).expect("the engine waits");
+        go.send(()).expect("the engine waits");
+        let answer = busy.read_message().expect("the next request is served");
+        assert_eq!((answer.status(), answer.header("connection")), (200, Some("close")), "{rung:?}");
+        assert!(!answer.broken && busy.ends(), "{rung:?}");
+        receipt.wait(PATIENCE).expect("the drain is over");
+        gateway.shard.join();
+    }
+}
+
+#[test]
 fn a_drain_cuts_what_is_left_after_its_time() {
     for rung in RUNGS {
         let (engine, was_asked, go) = stepwise(STREAM);
