@@ -188,6 +188,10 @@ fn an_answer_that_is_nonsense_from_the_start_is_not_passed_on() {
             "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nwhat\r\n",
             "HTTP/1.1 101 Switching Protocols\r\n\r\n",
             "HTTP/1.1 200 OK\r\nContent-Le",
+            "\nHTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
+            "\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok",
+            "HTTP/1.1 000 Weird\r\nContent-Length: 2\r\n\r\nno",
+            "HTTP/1.1 600 Weird\r\nContent-Length: 2\r\n\r\nno",
         ] {
             let engine = Engine::start(move |served| {
                 served.client.send(nonsense);
@@ -197,6 +201,44 @@ fn an_answer_that_is_nonsense_from_the_start_is_not_passed_on() {
             assert_eq!(gateway.connect().ask(GET).status(), 502, "{rung:?} {nonsense:?}");
             gateway.stop();
         }
+    }
+}
+
+#[test]
+fn good_bytes_before_broken_chunks_arrive_and_the_error_event_stands_at_a_boundary() {
+    const STEPS: [(&str, &str, bool); 3] =
+        [("chunk", "67890\r\nZZ\r\n", true), ("size", "67890\r\n5Z\r\n", false), ("data", "67890ZZ\r\n", false)];
+    for rung in RUNGS {
+        let (go, may_go) = mpsc::channel::<()>();
+        let may_go = Mutex::new(may_go);
+        let engine = Engine::start(move |served| {
+            served.client.send(
+                "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\na\r\n12345",
+            );
+            may_go.lock().expect("no panic").recv().expect("the test goes on");
+            let step = STEPS.iter().find(|(name, ..)| served.request.head.contains(&format!("/{name} ")));
+            served.client.send(step.expect("one of them").1);
+            false
+        });
+        let gateway = Gateway::start(rung, limits(), &[engine.address]);
+        for (name, _, told) in STEPS {
+            for version in ["1.1", "1.0"] {
+                let mut client = gateway.connect();
+                client.send(format!("GET /{name} HTTP/{version}\r\nHost: a\r\n\r\n"));
+                client.read_until(b"12345").expect("what came before the pause");
+                go.send(()).expect("the engine waits");
+                client.read_until(b"67890").expect("the good bytes of the last write");
+                let event = client.read_until(b"data: {\"error\":");
+                assert_eq!(event.is_some(), told || version == "1.0", "{rung:?} {name} {version}");
+                if version == "1.1"
+                    && let Some(event) = event
+                {
+                    let event = String::from_utf8(event).expect("text");
+                    assert!(event.starts_with("\r\n") && !event.contains('Z'), "{rung:?} {name}: {event:?}");
+                }
+            }
+        }
+        gateway.stop();
     }
 }
 
@@ -244,6 +286,33 @@ fn a_drain_finishes_streams_closes_idle_connections_and_takes_no_new_ones() {
         go.send(()).expect("the engine waits");
         assert_eq!(busy.read_until(b"0\r\n\r\n").expect("the rest"), b"9\r\ndata: 2\n\n\r\n0\r\n\r\n");
         assert!(busy.ends(), "{rung:?}");
+        receipt.wait(PATIENCE).expect("the drain is over");
+        gateway.shard.join();
+    }
+}
+
+#[test]
+fn a_request_that_follows_an_answer_into_a_drain_is_served_and_told_of_the_close() {
+    for rung in RUNGS {
+        let (engine, was_asked, go) = stepwise(STREAM);
+        let gateway = Gateway::start(rung, limits(), &[engine.address]);
+        let mut idle = gateway.connect();
+        let mut busy = gateway.connect();
+        busy.send(GET);
+        was_asked.recv_timeout(PATIENCE).expect("the engine is asked");
+        go.send(()).expect("the engine waits");
+        assert!(busy.read_until(b"data: 1\n\n\r\n").is_some());
+        let receipt = gateway.shard.send(Command::Drain(PATIENCE)).expect("the shard takes commands");
+        assert!(idle.ends(), "{rung:?}: the drain has begun");
+        go.send(()).expect("the engine waits");
+        assert!(busy.read_until(b"0\r\n\r\n").is_some(), "{rung:?}: the answer comes whole");
+        busy.send(GET);
+        was_asked.recv_timeout(PATIENCE).expect("the engine is asked again");
+        go.send(()).expect("the engine waits");
+        go.send(()).expect("the engine waits");
+        let answer = busy.read_message().expect("the next request is served");
+        assert_eq!((answer.status(), answer.header("connection")), (200, Some("close")), "{rung:?}");
+        assert!(!answer.broken && busy.ends(), "{rung:?}");
         receipt.wait(PATIENCE).expect("the drain is over");
         gateway.shard.join();
     }

@@ -70,10 +70,10 @@ impl ChunkScanner {
         self.state == State::Size && self.digits == 0
     }
 
-    /// Goes over framing up to data, or over data up to framing, as far as the input goes.
+    /// Goes over framing up to data, or over data up to framing, as far as the input goes and is good.
     ///
     /// # Errors
-    /// The framing is not what RFC 9112 allows, or exceeds its limits.
+    /// The input's first byte is not what RFC 9112 allows, or exceeds its limits; the scanner stands before it.
     pub fn step(&mut self, input: &[u8]) -> Result<Piece, ChunkError> {
         let mut at = 0;
         while at < input.len() {
@@ -87,23 +87,29 @@ impl ChunkScanner {
                     return Ok(Piece { consumed: at + data, data });
                 }
                 State::Done => break,
-                _ => self.framing(input[at])?,
+                _ => match self.framing(input[at]) {
+                    Ok(()) => {}
+                    // What is good before the fault is told first; the next step begins with the fault.
+                    Err(_) if at > 0 => break,
+                    Err(error) => return Err(error),
+                },
             }
             at += 1;
         }
         Ok(Piece { consumed: at, data: 0 })
     }
 
-    /// Goes over as much of the input as belongs to the body and says how much that is.
-    ///
-    /// # Errors
-    /// As [`ChunkScanner::step`].
-    pub fn advance(&mut self, input: &[u8]) -> Result<usize, ChunkError> {
+    /// Goes over as much of the input as belongs to the body and is good, and says how much that is. Less than the
+    /// input of a body that is not done is what comes before a fault.
+    pub fn advance(&mut self, input: &[u8]) -> usize {
         let mut at = 0;
         while at < input.len() && !self.is_done() {
-            at += self.step(&input[at..])?.consumed;
+            match self.step(&input[at..]) {
+                Ok(piece) => at += piece.consumed,
+                Err(_) => break,
+            }
         }
-        Ok(at)
+        at
     }
 
     fn framing(&mut self, byte: u8) -> Result<(), ChunkError> {

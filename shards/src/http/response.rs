@@ -6,9 +6,9 @@ use super::Span;
 use super::lines::{self, HEADERS_CEILING};
 use super::request::drop_named;
 
-/// Why an endpoint's answer cannot be relayed; all of it is the endpoint's doing.
+/// Why an endpoint's answer cannot be relayed, a whole sentence; all of it is the endpoint's doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the endpoint's answer is malformed: {0}")]
+#[error("{0}")]
 pub struct ResponseError(pub &'static str);
 
 /// How the end of a response's body is told.
@@ -30,7 +30,7 @@ pub enum ResponseBody {
 pub struct ResponseHead {
     /// Bytes of the head, the empty line included.
     pub len: usize,
-    /// The status code, 100 to 999.
+    /// The status code, 100 to 599: others say nothing of where the answer ends, and are refused.
     pub status: u16,
     /// The endpoint spoke HTTP/1.0.
     pub is_http10: bool,
@@ -51,22 +51,35 @@ pub struct ResponseHead {
 /// # Errors
 /// What is wrong with it.
 pub fn parse(bytes: &[u8], searched: usize, to_head: bool) -> Result<Option<ResponseHead>, ResponseError> {
+    // An empty line in front belongs to no answer; passed on, it would stand in front of the client's.
+    if matches!(bytes.first(), Some(b'\r' | b'\n')) {
+        return Err(ResponseError("the endpoint's answer begins with an empty line"));
+    }
     let Some(end) = lines::head_end(bytes, searched) else { return Ok(None) };
     let mut storage = [MaybeUninit::<httparse::Header<'_>>::uninit(); HEADERS_CEILING];
     let mut parsed = httparse::Response::new(&mut []);
     let config = httparse::ParserConfig::default();
     let len = match config.parse_response_with_uninit_headers(&mut parsed, &bytes[..end], &mut storage) {
         Ok(httparse::Status::Complete(len)) => len,
-        Ok(httparse::Status::Partial) => return Err(ResponseError("an empty line inside the head")),
-        Err(_) => return Err(ResponseError("status line or header")),
+        Ok(httparse::Status::Partial) => {
+            return Err(ResponseError("the endpoint's answer has an empty line inside its head"));
+        }
+        Err(_) => {
+            return Err(ResponseError(
+                "the endpoint's answer has a malformed status line or header, or too many headers",
+            ));
+        }
     };
     let head = &bytes[..len];
     if !head.ends_with(b"\r\n\r\n") {
-        return Err(ResponseError("a line that does not end in CR LF"));
+        return Err(ResponseError("the endpoint's answer has a line that does not end in CR LF"));
     }
     let (Some(status), Some(version)) = (parsed.code, parsed.version) else {
-        return Err(ResponseError("status line"));
+        return Err(ResponseError("the endpoint's answer has an incomplete status line"));
     };
+    if !(100..600).contains(&status) {
+        return Err(ResponseError("the endpoint's answer has a status code outside 100 to 599"));
+    }
     let mut response =
         ResponseHead { len, status, is_http10: version == 0, keep_alive: version == 1, ..ResponseHead::default() };
     let length = read_headers(head, parsed.headers, &mut response)?;
@@ -74,7 +87,9 @@ pub fn parse(bytes: &[u8], searched: usize, to_head: bool) -> Result<Option<Resp
         ResponseBody::None
     } else {
         match (length, response.transfer_encoding) {
-            (Some(_), Some(_)) => return Err(ResponseError("both Content-Length and Transfer-Encoding")),
+            (Some(_), Some(_)) => {
+                return Err(ResponseError("the endpoint's answer has both Content-Length and Transfer-Encoding"));
+            }
             (_, Some(_)) => ResponseBody::Chunked,
             (Some(length), _) => ResponseBody::Length(length),
             (None, None) => ResponseBody::UntilClose,
@@ -95,18 +110,19 @@ fn read_headers(
     let mut named_by_connection = false;
     for index in 0..headers.len() {
         let Some(line) = lines::line(head, headers, index, head.len()) else {
-            return Err(ResponseError("a header line that does not end in CR LF"));
+            return Err(ResponseError("the endpoint's answer has a header line that does not end in CR LF"));
         };
         let is = |name: &str| line.name.eq_ignore_ascii_case(name);
         if is("content-length") {
-            let value = lines::parse_length(line.value).ok_or(ResponseError("Content-Length"))?;
+            let value = lines::parse_length(line.value)
+                .ok_or(ResponseError("the endpoint's answer has a Content-Length that is not a plain number"))?;
             if length.is_some_and(|length| length != value) {
-                return Err(ResponseError("two different Content-Lengths"));
+                return Err(ResponseError("the endpoint's answer has two different Content-Lengths"));
             }
             length = Some(value);
         } else if is("transfer-encoding") {
             if response.transfer_encoding.is_some() || !line.value.eq_ignore_ascii_case(b"chunked") {
-                return Err(ResponseError("a transfer coding other than chunked"));
+                return Err(ResponseError("the endpoint's answer has a transfer coding other than chunked"));
             }
             response.transfer_encoding = Some(line.span);
         } else if is("connection") {
@@ -175,9 +191,34 @@ mod tests {
             "HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
             "HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
             "HTTP/1.1 200 OK\nContent-Length: 5\n\n",
+            "HTTP/1.1 200 OK\r\nContent-Length: two\r\n\r\n",
             "SSH-2.0-OpenSSH\r\n\r\n",
         ] {
-            assert!(parse(head.as_bytes(), 0, false).is_err(), "{head:?}");
+            let error = parse(head.as_bytes(), 0, false).expect_err(head);
+            assert!(error.0.starts_with("the endpoint's answer has "), "a sentence: {head:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn answers_with_an_empty_line_in_front_are_refused() {
+        for head in [
+            "\nHTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n",
+            "\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n",
+            "\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n",
+        ] {
+            for end in 1..=head.len() {
+                assert!(parse(&head.as_bytes()[..end], 0, false).is_err(), "{head:?} {end}");
+            }
+        }
+    }
+
+    #[test]
+    fn status_codes_outside_100_to_599_are_refused() {
+        for (status, good) in
+            [("000", false), ("099", false), ("100", true), ("599", true), ("600", false), ("999", false)]
+        {
+            let head = format!("HTTP/1.1 {status} Weird\r\nContent-Length: 2\r\n\r\n");
+            assert_eq!(parse(head.as_bytes(), 0, false).is_ok(), good, "{status}");
         }
     }
 

@@ -30,6 +30,20 @@ const CHUNKED_BYTES_MAX: usize = 999_999_999;
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES_MAX: usize = 4 * 1024 * 1024;
 
+/// How long a client is listened to during a drain, when its last answer did not say that the connection would close.
+const DRAIN_GRACE: Duration = Duration::from_secs(1);
+
+/// Which request of a connection is waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Awaited {
+    /// The first: one must come.
+    First,
+    /// A further one, if any.
+    Further,
+    /// One that may be on its way in the middle of a drain; see [`DRAIN_GRACE`]. The connection does not count as idle.
+    Last,
+}
+
 /// A request, complete.
 #[derive(Debug)]
 pub struct Request {
@@ -82,9 +96,9 @@ impl Client {
         &self.place.watch
     }
 
-    /// Waits for a whole request. `fresh` says that it would be the connection's first.
-    pub async fn next_request(&mut self, limits: &Limits, fresh: bool, buffers: &Buffers) -> Incoming {
-        if let Err(incoming) = self.wait_for_first_byte(limits, fresh).await {
+    /// Waits for a whole request.
+    pub async fn next_request(&mut self, limits: &Limits, awaited: Awaited, buffers: &Buffers) -> Incoming {
+        if let Err(incoming) = self.wait_for_first_byte(limits, awaited).await {
             return incoming;
         }
         let (bytes, head) = match self.read_head(limits).await {
@@ -97,13 +111,17 @@ impl Client {
         }
     }
 
-    async fn wait_for_first_byte(&mut self, limits: &Limits, fresh: bool) -> Result<(), Incoming> {
+    async fn wait_for_first_byte(&mut self, limits: &Limits, awaited: Awaited) -> Result<(), Incoming> {
         if self.reader.taken_along() > 0 && self.reader.cancel().await.is_err() {
             return Err(Incoming::Closed);
         }
         if self.reader.held() == 0 {
-            self.watch().set_idle(true);
-            self.watch().arm(Some(if fresh { limits.head_timeout } else { limits.idle_timeout }));
+            self.watch().set_idle(awaited != Awaited::Last);
+            self.watch().arm(Some(match awaited {
+                Awaited::First => limits.head_timeout,
+                Awaited::Further => limits.idle_timeout,
+                Awaited::Last => DRAIN_GRACE,
+            }));
             let stop = self.fill().await.err();
             self.watch().set_idle(false);
             match stop {
@@ -112,7 +130,7 @@ impl Client {
                 Some(Stop::Interrupt(interrupt)) => match self.reader.cancel().await {
                     // A request that came this very moment is served, not lost.
                     Ok(1..) => {}
-                    Ok(0) if fresh && interrupt == Interrupt::TimedOut => {
+                    Ok(0) if awaited == Awaited::First && interrupt == Interrupt::TimedOut => {
                         return Err(Incoming::Refused(Refusal::RequestTimeout));
                     }
                     Ok(0) | Err(_) => return Err(Incoming::Closed),

@@ -35,7 +35,7 @@ use crate::prompt::PrefixCache;
 use crate::service::Tables;
 
 pub use client::is_ours;
-use client::{Buffers, Client, Incoming};
+use client::{Awaited, Buffers, Client, Incoming};
 use exchange::Next;
 use routes::Routes;
 use upstream::Pools;
@@ -90,19 +90,20 @@ impl Proxy {
             return;
         }
         let mut client = Client::new(stream, place);
-        let mut fresh = true;
+        let mut awaited = Awaited::First;
         loop {
-            let request = match client.next_request(&self.limits, fresh, &self.buffers).await {
+            let request = match client.next_request(&self.limits, awaited, &self.buffers).await {
                 Incoming::Request(request) => request,
                 Incoming::Refused(refusal) => return client.refuse(&refusal, &self.limits).await,
                 Incoming::Closed => return,
             };
-            fresh = false;
             breathe().await;
-            match exchange::exchange(&self, &mut client, request, listen).await {
-                Next::Request if !self.draining.get() => {}
-                Next::Request | Next::Close => return,
-            }
+            awaited = match exchange::exchange(&self, &mut client, request, listen).await {
+                // The answer's head went out before the drain began and promised more: a request may be on its way.
+                Next::Request if self.draining.get() => Awaited::Last,
+                Next::Request => Awaited::Further,
+                Next::Close => return,
+            };
         }
     }
 
@@ -112,7 +113,8 @@ impl Proxy {
         self.connections.count()
     }
 
-    /// From now on idle connections are closed and the others after the answer they are at.
+    /// From now on idle connections are closed and the others after an answer that says so: the one they are at, or, if
+    /// its head has gone out without, the next, which is waited for for a second at most.
     pub fn drain(&self) {
         self.draining.set(true);
         self.connections.close_idle();

@@ -215,7 +215,7 @@ fn complete(buffer: &[u8], at_end: bool) -> Option<Fetched> {
         }
         framing => {
             let mut tracker = BodyTracker::new(framing);
-            let taken = tracker.advance(&body).ok()?;
+            let taken = tracker.advance(&body);
             body.truncate(taken);
             tracker.is_done()
         }

@@ -9,7 +9,7 @@ use super::upstream::Upstream;
 use super::watch::Interrupt;
 use crate::executor::breathe;
 use crate::http::response;
-use crate::http::{BodyTracker, ChunkError, Dechunker, ResponseBody, ResponseHead, edit};
+use crate::http::{BodyTracker, Dechunker, ResponseBody, ResponseHead, edit};
 use crate::limits::Limits;
 
 /// Room kept in front of an answer's head, for the line that may be added to it.
@@ -105,26 +105,29 @@ enum Passage {
 /// Where the body stands after a look at a buffer.
 struct Passed {
     done: bool,
+    /// What comes next of the body is malformed; the buffer ends before it.
+    faulty: bool,
     /// The endpoint sent more than its answer.
     excess: bool,
 }
 
 impl Passage {
     /// Leaves in the buffer, from `at` on, what the client is to get of the body.
-    fn pass(&mut self, buffer: &mut Vec<u8>, at: usize) -> Result<Passed, ChunkError> {
+    fn pass(&mut self, buffer: &mut Vec<u8>, at: usize) -> Passed {
         match self {
             Passage::AsIs(tracker) => {
-                let taken = tracker.advance(&buffer[at..])?;
-                let excess = at + taken < buffer.len();
+                let taken = tracker.advance(&buffer[at..]);
+                let (done, more) = (tracker.is_done(), at + taken < buffer.len());
                 buffer.truncate(at + taken);
-                Ok(Passed { done: tracker.is_done(), excess })
+                Passed { done, faulty: more && !done, excess: more && done }
             }
             Passage::Decoded(decoder) => {
                 decoder.rebase(at);
-                let done = decoder.advance(buffer)?;
+                let decoded = decoder.advance(buffer);
+                let done = decoded == Ok(true);
                 let excess = done && decoder.body_end() < buffer.len();
                 buffer.truncate(decoder.data_end());
-                Ok(Passed { done, excess })
+                Passed { done, faulty: decoded.is_err(), excess }
             }
         }
     }
@@ -161,17 +164,18 @@ pub async fn relay(
     let until_close = head.body == ResponseBody::UntilClose;
     let mut began = false;
     loop {
-        let Ok(passed) = passage.pass(&mut buffer, at) else {
-            if !began {
-                return Err(Fault::Malformed("the chunks of the endpoint's answer are malformed"));
-            }
-            end_broken(client, &passage, head.event_stream, limits).await;
-            return Err(Fault::Broken);
-        };
+        let passed = passage.pass(&mut buffer, at);
+        if passed.faulty && !began {
+            return Err(Fault::Malformed("the chunks of the endpoint's answer are malformed"));
+        }
         if from < buffer.len() {
             buffer = client.write(buffer, from, limits.write_timeout).await.map_err(Fault::Client)?;
         }
         began = true;
+        if passed.faulty {
+            end_broken(client, &passage, head.event_stream, limits).await;
+            return Err(Fault::Broken);
+        }
         if passed.done {
             buffers.give_back(buffer);
             return Ok(head.keep_alive && !passed.excess);
@@ -207,7 +211,8 @@ pub async fn relay(
 }
 
 /// Ends an answer that broke, so that no client can take it for a whole one: chunks stay without their last, a length
-/// unfulfilled; a stream of events gets an event that says so, where one can stand.
+/// unfulfilled; a stream of events gets an event that says so, where one can stand. All that the passage went over has
+/// been written.
 async fn end_broken(client: &mut Client, passage: &Passage, event_stream: bool, limits: &Limits) {
     let event = match passage {
         Passage::AsIs(BodyTracker::Chunked(scanner)) if event_stream && scanner.at_boundary() => {
