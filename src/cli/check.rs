@@ -40,7 +40,7 @@ pub(super) fn check(path: &Path, as_json: bool) -> Outcome {
         }
         Err(failure) if as_json => print(&failure.json(), failure.outcome()),
         Err(failure) => {
-            complain(&failure.text(path));
+            complain(&failure.text());
             failure.outcome()
         }
     }
@@ -76,7 +76,7 @@ impl Failure {
         }
     }
 
-    fn text(&self, path: &Path) -> String {
+    fn text(&self) -> String {
         match self {
             Failure::File(error) => error.to_string(),
             Failure::Environment(problems) => {
