@@ -1,8 +1,9 @@
-//! vLLM's event batches: bytes in, borrowed events out.
+//! Event batches of vLLM, SGLang and TensorRT-LLM's stream: bytes in, borrowed events out.
 //!
-//! A batch is `[ts, events, rank?]`. An event is an array up to vLLM 0.23 (tag, then fields by position, as many as
-//! that release had) and a map from 0.24 (fields by name, in any order); both may turn up in one batch. What is
-//! missing counts as nil, what is unknown is skipped.
+//! A batch is `[ts, events, rank?]`. An event is an array (vLLM up to 0.23, SGLang up to 0.5.19: tag, then fields by
+//! position, as many as that release had) or a map (later ones: fields by name, in any order); both may turn up in one
+//! batch. What is missing counts as nil, what is unknown is skipped. The engines agree on names and positions; where
+//! SGLang 0.5.18 puts a map of what else enters the keys, vLLM has the adapter's name.
 //!
 //! **Invariant.** Nothing is copied and no input panics. An event that cannot be understood is one
 //! [`Reject`], and its neighbours are still read; only where the bytes no longer say where an event ends does the
@@ -13,6 +14,7 @@
 use shards::ids::BlockKey;
 
 use super::msgpack::{Head, Malformed, Reader};
+use super::tokens::{Spelling, Tokens};
 
 /// Why a frame, a batch or an event was not taken (label `reason` of `loxilb_kv_wire_reject_total`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +86,23 @@ pub(crate) struct Stored<'a> {
     pub(crate) group: u32,
     /// The group's `kv_cache_spec_kind`.
     pub(crate) kind: Option<&'a str>,
+    /// The tokens themselves.
+    pub(crate) token_ids: Tokens<'a>,
+    /// What else may have entered the keys.
+    pub(crate) extras: Extras<'a>,
+}
+
+/// What a store says of its blocks beyond their tokens. All empty for most.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Extras<'a> {
+    /// The adapter's integer id.
+    pub(crate) lora_id: Option<u64>,
+    /// The adapter's name.
+    pub(crate) lora_name: Option<&'a str>,
+    /// The salt of the requests that may share the blocks (SGLang).
+    pub(crate) cache_salt: Option<&'a str>,
+    /// There are extra keys or multimodal keys, or an adapter's id that is no integer.
+    pub(crate) others: bool,
 }
 
 /// Blocks that were evicted.
@@ -127,14 +146,7 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The length of an array of token ids. The ids themselves are not needed where keys say all.
-fn token_count(reader: &mut Reader<'_>) -> Result<u32, Malformed> {
-    let len = reader.array()?;
-    reader.skip_unsigned(len)?;
-    Ok(len)
-}
-
-/// A block key: an integer (vLLM 0.9's `builtin` hashes are signed), or a digest whose last eight bytes count.
+/// A block key: an integer, signed (SGLang, vLLM 0.9's `builtin`) or not, or a digest whose last eight bytes count.
 fn key(head: Head<'_>) -> Result<BlockKey, Malformed> {
     match head {
         Head::Uint(key) => Ok(BlockKey(key)),
@@ -150,11 +162,12 @@ struct Fields<'a> {
     tag: Option<&'a str>,
     keys: Option<Keys<'a>>,
     parent: Option<BlockKey>,
-    tokens: Option<u32>,
+    tokens: Option<Tokens<'a>>,
     block_tokens: Option<u32>,
     medium: Option<&'a str>,
     group: Option<u32>,
     kind: Option<&'a str>,
+    extras: Extras<'a>,
 }
 
 #[derive(Clone, Copy)]
@@ -167,6 +180,11 @@ enum Field {
     Medium,
     Group,
     Kind,
+    LoraId,
+    /// The adapter's name, or SGLang's map.
+    LoraName,
+    Salt,
+    Extra,
     /// Known or unknown, but of no use here.
     Other,
 }
@@ -181,10 +199,10 @@ const STORED_FIELDS: [Field; 10] = [
     Field::Parent,
     Field::Tokens,
     Field::BlockTokens,
-    Field::Other,
+    Field::LoraId,
     Field::Medium,
-    Field::Other,
-    Field::Other,
+    Field::LoraName,
+    Field::Extra,
     Field::Group,
     Field::Kind,
 ];
@@ -200,6 +218,10 @@ fn field_named(name: &[u8]) -> Field {
         b"medium" => Field::Medium,
         b"group_idx" => Field::Group,
         b"kv_cache_spec_kind" => Field::Kind,
+        b"lora_id" => Field::LoraId,
+        b"lora_name" => Field::LoraName,
+        b"cache_salt" => Field::Salt,
+        b"extra_keys" | b"mm_keys" => Field::Extra,
         _ => Field::Other,
     }
 }
@@ -215,12 +237,39 @@ impl<'a> Fields<'a> {
                     head => Some(key(head)?),
                 }
             }
-            Field::Tokens => self.tokens = Some(token_count(reader)?),
+            Field::Tokens => self.tokens = Some(Tokens::read(reader)?),
             Field::BlockTokens => self.block_tokens = reader.optional_u32()?,
             Field::Medium => self.medium = reader.optional_str()?,
             Field::Group => self.group = reader.optional_u32()?,
             Field::Kind => self.kind = reader.optional_str()?,
+            Field::LoraId => match Reader::clone(reader).head()? {
+                Head::Uint(id) => {
+                    self.extras.lora_id = Some(id);
+                    reader.skip()?;
+                }
+                _ => self.extras.others |= says_something(reader)?,
+            },
+            Field::LoraName => self.lora_name(reader)?,
+            Field::Salt => self.extras.cache_salt = reader.optional_str()?,
+            Field::Extra => self.extras.others |= says_something(reader)?,
             Field::Other => reader.skip()?,
+        }
+        Ok(())
+    }
+
+    /// The adapter's name, or the map that stands in its place in SGLang 0.5.18 and 0.5.19.
+    fn lora_name(&mut self, reader: &mut Reader<'a>) -> Result<(), Malformed> {
+        let Head::Map(len) = Reader::clone(reader).head()? else {
+            self.extras.lora_name = reader.optional_str()?;
+            return Ok(());
+        };
+        reader.head()?;
+        for _ in 0..len {
+            match reader.head()? {
+                Head::Str(b"cache_salt") => self.extras.cache_salt = reader.optional_str()?,
+                Head::Array(_) | Head::Map(_) => return Err(Malformed::Type),
+                _ => reader.skip()?,
+            }
         }
         Ok(())
     }
@@ -230,11 +279,13 @@ impl<'a> Fields<'a> {
             STORED => Ok(Event::Stored(Stored {
                 keys: self.keys.ok_or(Reject::Field)?,
                 parent: self.parent,
-                tokens: self.tokens.ok_or(Reject::Field)?,
+                tokens: self.tokens.ok_or(Reject::Field)?.units(),
                 block_tokens: self.block_tokens.ok_or(Reject::Field)?,
                 medium: self.medium,
                 group: self.group.unwrap_or(0),
                 kind: self.kind,
+                token_ids: self.tokens.unwrap_or_default(),
+                extras: self.extras,
             })),
             REMOVED => Ok(Event::Removed(Removed {
                 keys: self.keys.ok_or(Reject::Field)?,
@@ -245,6 +296,21 @@ impl<'a> Fields<'a> {
             _ => Err(Reject::Tag),
         }
     }
+}
+
+/// Skips one value; whether anything but nil is in it.
+fn says_something(reader: &mut Reader<'_>) -> Result<bool, Malformed> {
+    let (mut left, mut something) = (1_u64, false);
+    while left > 0 {
+        left -= 1;
+        match reader.head()? {
+            Head::Nil => {}
+            Head::Array(len) => left += u64::from(len),
+            Head::Map(len) => left += 2 * u64::from(len),
+            _ => something = true,
+        }
+    }
+    Ok(something)
 }
 
 fn event<'a>(reader: &mut Reader<'a>) -> Result<Event<'a>, Reject> {
@@ -328,6 +394,15 @@ pub fn check_any_bytes(payload: &[u8]) {
     let whole: Vec<String> = batch.map(|event| format!("{event:?}")).collect();
     assert!(whole.len() <= payload.len());
     for event in Batch::open(payload).into_iter().flatten().flatten() {
+        if let Event::Stored(Stored { token_ids, .. }) = event {
+            let (units, ids) = (token_ids.units() as usize, token_ids.ids().count());
+            let expected = match token_ids.spelling() {
+                Spelling::Ids => units,
+                Spelling::Bigrams => units + 1,
+                Spelling::Opaque => 0,
+            };
+            assert_eq!(ids, expected);
+        }
         if let Event::Stored(Stored { keys, .. }) | Event::Removed(Removed { keys, .. }) = event {
             assert_eq!(keys.iter().count(), keys.len() as usize);
         }

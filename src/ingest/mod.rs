@@ -19,6 +19,7 @@ mod sockets;
 mod source;
 mod status;
 mod stream;
+mod tokens;
 mod worker;
 
 use std::io;
