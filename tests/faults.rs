@@ -40,7 +40,8 @@ struct Outcome {
 }
 
 fn chat(conversation: u64, turns: u64, tokens: u32) -> Value {
-    let mut messages = vec![json!({"role": "system", "content": format!("You are helper number {conversation}. ").repeat(12)})];
+    let mut messages =
+        vec![json!({"role": "system", "content": format!("You are helper number {conversation}. ").repeat(12)})];
     for turn in 0..turns {
         messages.push(json!({"role": "user", "content": format!("Question {turn} about the river and the stone.")}));
     }
@@ -225,7 +226,8 @@ fn an_engine_sees_its_client_leave_before_the_first_byte_and_mid_stream() {
     let in_flight = || gateway.metric("kvlane_endpoint_in_flight", &[("ep_idx", "0")]);
 
     // Before the first byte: a long prefill is under way at the engine.
-    let long = json!({"model": "kvlane/demo", "prompt": "river stone ".repeat(2000), "stream": true, "max_tokens": 500});
+    let long =
+        json!({"model": "kvlane/demo", "prompt": "river stone ".repeat(2000), "stream": true, "max_tokens": 500});
     let mut connection = Connection::open(address).expect("the gateway accepts");
     connection.request("POST", "/v1/completions", &[], long.to_string().as_bytes()).expect("sent");
     wait_for("the engine has the request", || (engine.stat("requests") == 1).then_some(()));
@@ -259,7 +261,8 @@ fn sigterm_lets_streams_finish_and_takes_no_new_connection() {
     let engines = vec![EngineProcess::start("--decode-tps 20 --seed 0")];
     let tokenizers = fleet::tokenizers();
     let port = free_port();
-    let mut gateway = Gateway::start(Options { config: fleet::rule(port, &tokenizers, &engines), ..Options::default() });
+    let mut gateway =
+        Gateway::start(Options { config: fleet::rule(port, &tokenizers, &engines), ..Options::default() });
     let address: SocketAddr = ([127, 0, 0, 1], port).into();
     let mut connection = Connection::open(address).expect("the gateway accepts");
     connection.request("POST", "/v1/chat/completions", &[], chat(1, 1, 40).to_string().as_bytes()).expect("sent");

@@ -245,7 +245,7 @@ fn keeps_the_whole_prefix(stored: &Stored<'_>) -> bool {
         Some("full_attention" | "mla_attention" | "sink_full_attention") => true,
         Some(_) => false,
         // Releases that do not name the kind: a sparse group gives itself away by spanning more tokens than it keeps.
-        None => u64::from(stored.tokens) == u64::from(stored.keys.len()) * u64::from(stored.block_tokens),
+        None => u64::from(stored.tokens.len()) == u64::from(stored.keys.len()) * u64::from(stored.block_tokens),
     }
 }
 

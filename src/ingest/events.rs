@@ -3,7 +3,7 @@
 //! A batch is `[ts, events, rank?]`. An event is an array (vLLM up to 0.23, SGLang up to 0.5.19: tag, then fields by
 //! position, as many as that release had) or a map (later ones: fields by name, in any order); both may turn up in one
 //! batch. What is missing counts as nil, what is unknown is skipped. The engines agree on names and positions; where
-//! SGLang 0.5.18 puts a map of what else enters the keys, vLLM has the adapter's name.
+//! vLLM puts the adapter's name, SGLang 0.5.18 has a map with the salt.
 //!
 //! **Invariant.** Nothing is copied and no input panics. An event that cannot be understood is one
 //! [`Reject`], and its neighbours are still read; only where the bytes no longer say where an event ends does the
@@ -78,31 +78,16 @@ pub(crate) struct Stored<'a> {
     pub(crate) keys: Keys<'a>,
     /// Key of the block before the first; none for the first of a sequence, and for placeholders.
     pub(crate) parent: Option<BlockKey>,
-    /// How many tokens the event spans.
-    pub(crate) tokens: u32,
+    /// The tokens that the event spans.
+    pub(crate) tokens: Tokens<'a>,
     /// Tokens per block of the group; 0 in placeholders.
     pub(crate) block_tokens: u32,
     pub(crate) medium: Option<&'a str>,
     pub(crate) group: u32,
     /// The group's `kv_cache_spec_kind`.
     pub(crate) kind: Option<&'a str>,
-    /// The tokens themselves.
-    pub(crate) token_ids: Tokens<'a>,
-    /// What else may have entered the keys.
-    pub(crate) extras: Extras<'a>,
-}
-
-/// What a store says of its blocks beyond their tokens. All empty for most.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Extras<'a> {
-    /// The adapter's integer id.
-    pub(crate) lora_id: Option<u64>,
-    /// The adapter's name.
-    pub(crate) lora_name: Option<&'a str>,
-    /// The salt of the requests that may share the blocks (SGLang).
-    pub(crate) cache_salt: Option<&'a str>,
-    /// There are extra keys or multimodal keys, or an adapter's id that is no integer.
-    pub(crate) others: bool,
+    /// What the blocks are beyond their tokens.
+    pub(crate) marks: Marks<'a>,
 }
 
 /// Blocks that were evicted.
@@ -136,6 +121,13 @@ impl<'a> Keys<'a> {
         self.len
     }
 
+    /// The first key, and its whole digest where the engine sends bytes.
+    pub(crate) fn first(&self) -> Option<(BlockKey, Option<&'a [u8]>)> {
+        let head = Reader::new(self.wire).head().ok()?;
+        let digest = if let Head::Bin(digest) = head { Some(digest) } else { None };
+        Some((key(head).ok()?, digest))
+    }
+
     pub(crate) fn last(&self) -> Option<BlockKey> {
         self.last
     }
@@ -146,7 +138,107 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// A block key: an integer, signed (SGLang, vLLM 0.9's `builtin`) or not, or a digest whose last eight bytes count.
+/// What the blocks of a store are beyond their tokens (adapter, images, salt, embeddings), still in its wire form and
+/// of any shape.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Marks<'a> {
+    lora_id: Option<&'a [u8]>,
+    lora_name: Option<&'a [u8]>,
+    extra_keys: Option<&'a [u8]>,
+    lookahead: Option<&'a [u8]>,
+    cache_salt: Option<&'a [u8]>,
+    mm_keys: Option<&'a [u8]>,
+}
+
+impl<'a> Marks<'a> {
+    /// Whether the engine says of every block what it is beyond its tokens (since 0.17): if not, a plain block and
+    /// a salted one look alike.
+    pub(crate) fn are_told(&self) -> bool {
+        self.extra_keys.is_some()
+    }
+
+    /// The adapter's name, where it has one.
+    pub(crate) fn lora_name(&self) -> Option<&'a str> {
+        text(self.lora_name)
+    }
+
+    /// The extra keys of each block in turn, as msgpack; none for a plain block. After the end of the list, blocks
+    /// are plain.
+    pub(crate) fn extra_keys(self) -> impl Iterator<Item = Option<&'a [u8]>> + 'a {
+        let mut reader = Reader::new(self.extra_keys.unwrap_or_default());
+        let mut left = reader.array().unwrap_or(0);
+        std::iter::from_fn(move || {
+            left = left.checked_sub(1)?;
+            raw(&mut reader).ok()
+        })
+    }
+
+    /// The salt of the requests that may share the blocks (SGLang since 0.5.18).
+    pub(crate) fn cache_salt(&self) -> Option<&'a str> {
+        text(self.cache_salt).or_else(|| {
+            let mut reader = Reader::new(self.lora_name?);
+            let Head::Map(len) = reader.head().ok()? else { return None };
+            for _ in 0..len {
+                let is_salt = Reader::new(reader.rest()).head() == Ok(Head::Str(b"cache_salt"));
+                raw(&mut reader).ok()?;
+                let value = raw(&mut reader).ok()?;
+                if is_salt {
+                    return text(value);
+                }
+            }
+            None
+        })
+    }
+
+    /// Whether anything is said of the blocks: an adapter, a salt, or a key of whatever kind.
+    pub(crate) fn say_something(&self) -> bool {
+        let Marks { lora_id, lora_name, cache_salt, extra_keys, mm_keys, lookahead: _ } = *self;
+        [lora_id, lora_name, cache_salt, extra_keys, mm_keys].into_iter().flatten().any(says_something)
+    }
+
+    /// What all the blocks have in common, as bytes; all empty for plain blocks.
+    pub(crate) fn adapter(&self) -> [&'a [u8]; 4] {
+        [self.lora_id, self.lora_name, self.cache_salt, self.mm_keys].map(Option::unwrap_or_default)
+    }
+
+    /// The tokens that the first block's hash looks ahead to.
+    pub(crate) fn first_lookahead(&self) -> Vec<u32> {
+        let mut ids = Vec::new();
+        let first = self.lookahead.and_then(|wire| {
+            let mut reader = Reader::new(wire);
+            reader.array().ok().filter(|len| *len > 0)?;
+            Tokens::read(&mut reader).ok()
+        });
+        if first.is_some_and(|tokens| tokens.decode(&mut ids)) { ids } else { Vec::new() }
+    }
+}
+
+/// One value of whatever kind, as it is; none for nil.
+fn raw<'a>(reader: &mut Reader<'a>) -> Result<Option<&'a [u8]>, Malformed> {
+    let before = reader.rest();
+    reader.skip()?;
+    let value = &before[..before.len() - reader.rest().len()];
+    Ok((value != [NIL]).then_some(value))
+}
+
+/// The text that a value is.
+fn text(value: Option<&[u8]>) -> Option<&str> {
+    match Reader::new(value?).head() {
+        Ok(Head::Str(text)) => std::str::from_utf8(text).ok(),
+        _ => None,
+    }
+}
+
+/// Whether anything but nil is in a value.
+fn says_something(value: &[u8]) -> bool {
+    let mut reader = Reader::new(value);
+    std::iter::from_fn(|| reader.head().ok()).any(|head| !matches!(head, Head::Nil | Head::Array(_) | Head::Map(_)))
+}
+
+/// msgpack's nil.
+const NIL: u8 = 0xc0;
+
+/// A block key: an integer (vLLM 0.9's `builtin` hashes are signed), or a digest whose last eight bytes count.
 fn key(head: Head<'_>) -> Result<BlockKey, Malformed> {
     match head {
         Head::Uint(key) => Ok(BlockKey(key)),
@@ -167,7 +259,7 @@ struct Fields<'a> {
     medium: Option<&'a str>,
     group: Option<u32>,
     kind: Option<&'a str>,
-    extras: Extras<'a>,
+    marks: Marks<'a>,
 }
 
 #[derive(Clone, Copy)]
@@ -181,10 +273,11 @@ enum Field {
     Group,
     Kind,
     LoraId,
-    /// The adapter's name, or SGLang's map.
     LoraName,
-    Salt,
-    Extra,
+    ExtraKeys,
+    Lookahead,
+    CacheSalt,
+    MmKeys,
     /// Known or unknown, but of no use here.
     Other,
 }
@@ -202,7 +295,7 @@ const STORED_FIELDS: [Field; 10] = [
     Field::LoraId,
     Field::Medium,
     Field::LoraName,
-    Field::Extra,
+    Field::ExtraKeys,
     Field::Group,
     Field::Kind,
 ];
@@ -220,8 +313,10 @@ fn field_named(name: &[u8]) -> Field {
         b"kv_cache_spec_kind" => Field::Kind,
         b"lora_id" => Field::LoraId,
         b"lora_name" => Field::LoraName,
-        b"cache_salt" => Field::Salt,
-        b"extra_keys" | b"mm_keys" => Field::Extra,
+        b"extra_keys" => Field::ExtraKeys,
+        b"lookahead_token_ids" => Field::Lookahead,
+        b"cache_salt" => Field::CacheSalt,
+        b"mm_keys" => Field::MmKeys,
         _ => Field::Other,
     }
 }
@@ -242,34 +337,13 @@ impl<'a> Fields<'a> {
             Field::Medium => self.medium = reader.optional_str()?,
             Field::Group => self.group = reader.optional_u32()?,
             Field::Kind => self.kind = reader.optional_str()?,
-            Field::LoraId => match Reader::clone(reader).head()? {
-                Head::Uint(id) => {
-                    self.extras.lora_id = Some(id);
-                    reader.skip()?;
-                }
-                _ => self.extras.others |= says_something(reader)?,
-            },
-            Field::LoraName => self.lora_name(reader)?,
-            Field::Salt => self.extras.cache_salt = reader.optional_str()?,
-            Field::Extra => self.extras.others |= says_something(reader)?,
+            Field::LoraId => self.marks.lora_id = raw(reader)?,
+            Field::LoraName => self.marks.lora_name = raw(reader)?,
+            Field::ExtraKeys => self.marks.extra_keys = raw(reader)?,
+            Field::Lookahead => self.marks.lookahead = raw(reader)?,
+            Field::CacheSalt => self.marks.cache_salt = raw(reader)?,
+            Field::MmKeys => self.marks.mm_keys = raw(reader)?,
             Field::Other => reader.skip()?,
-        }
-        Ok(())
-    }
-
-    /// The adapter's name, or the map that stands in its place in SGLang 0.5.18 and 0.5.19.
-    fn lora_name(&mut self, reader: &mut Reader<'a>) -> Result<(), Malformed> {
-        let Head::Map(len) = Reader::clone(reader).head()? else {
-            self.extras.lora_name = reader.optional_str()?;
-            return Ok(());
-        };
-        reader.head()?;
-        for _ in 0..len {
-            match reader.head()? {
-                Head::Str(b"cache_salt") => self.extras.cache_salt = reader.optional_str()?,
-                Head::Array(_) | Head::Map(_) => return Err(Malformed::Type),
-                _ => reader.skip()?,
-            }
         }
         Ok(())
     }
@@ -279,13 +353,12 @@ impl<'a> Fields<'a> {
             STORED => Ok(Event::Stored(Stored {
                 keys: self.keys.ok_or(Reject::Field)?,
                 parent: self.parent,
-                tokens: self.tokens.ok_or(Reject::Field)?.units(),
+                tokens: self.tokens.ok_or(Reject::Field)?,
                 block_tokens: self.block_tokens.ok_or(Reject::Field)?,
                 medium: self.medium,
                 group: self.group.unwrap_or(0),
                 kind: self.kind,
-                token_ids: self.tokens.unwrap_or_default(),
-                extras: self.extras,
+                marks: self.marks,
             })),
             REMOVED => Ok(Event::Removed(Removed {
                 keys: self.keys.ok_or(Reject::Field)?,
@@ -296,21 +369,6 @@ impl<'a> Fields<'a> {
             _ => Err(Reject::Tag),
         }
     }
-}
-
-/// Skips one value; whether anything but nil is in it.
-fn says_something(reader: &mut Reader<'_>) -> Result<bool, Malformed> {
-    let (mut left, mut something) = (1_u64, false);
-    while left > 0 {
-        left -= 1;
-        match reader.head()? {
-            Head::Nil => {}
-            Head::Array(len) => left += u64::from(len),
-            Head::Map(len) => left += 2 * u64::from(len),
-            _ => something = true,
-        }
-    }
-    Ok(something)
 }
 
 fn event<'a>(reader: &mut Reader<'a>) -> Result<Event<'a>, Reject> {
@@ -394,14 +452,14 @@ pub fn check_any_bytes(payload: &[u8]) {
     let whole: Vec<String> = batch.map(|event| format!("{event:?}")).collect();
     assert!(whole.len() <= payload.len());
     for event in Batch::open(payload).into_iter().flatten().flatten() {
-        if let Event::Stored(Stored { token_ids, .. }) = event {
-            let (units, ids) = (token_ids.units() as usize, token_ids.ids().count());
-            let expected = match token_ids.spelling() {
-                Spelling::Ids => units,
-                Spelling::Bigrams => units + 1,
+        if let Event::Stored(Stored { tokens, marks, .. }) = event {
+            let expected = match tokens.spelling() {
+                Spelling::Ids => tokens.len() as usize,
+                Spelling::Bigrams => tokens.len() as usize + 1,
                 Spelling::Opaque => 0,
             };
-            assert_eq!(ids, expected);
+            assert_eq!(tokens.ids().count(), expected);
+            assert!(marks.say_something() || marks.cache_salt().is_none());
         }
         if let Event::Stored(Stored { keys, .. }) | Event::Removed(Removed { keys, .. }) = event {
             assert_eq!(keys.iter().count(), keys.len() as usize);

@@ -48,7 +48,16 @@ fn check(id: &str, decoded: Event<'_>, input: &Value) {
             assert_eq!(stored.keys.len() as usize, keys_of(&input["block_hashes"]).len(), "{id}");
             assert_eq!(stored.keys.last().map(|key| key.0), keys_of(&input["block_hashes"]).last().copied(), "{id}");
             assert_eq!(stored.parent.map(|key| key.0), key_of(&input["parent_block_hash"]), "{id}");
-            assert_eq!(stored.tokens as usize, input["token_ids"].as_array().unwrap().len(), "{id}");
+            let tokens = input["token_ids"].as_array().unwrap();
+            assert_eq!(stored.tokens.len() as usize, tokens.len(), "{id}");
+            let mut ids = Vec::new();
+            assert!(stored.tokens.decode(&mut ids), "{id}");
+            assert!(tokens.iter().map(|token| token.as_u64().unwrap()).eq(ids.iter().map(|id| u64::from(*id))), "{id}");
+            let marked = |extra: &Value| extra.as_array().is_some_and(|keys| !keys.is_empty());
+            let expected = input["extra_keys"].as_array().cloned().unwrap_or_default();
+            let told = stored.marks.extra_keys().map(|extra| extra.is_some()).collect::<Vec<_>>();
+            assert_eq!(told, expected.iter().map(marked).collect::<Vec<_>>(), "{id}");
+            assert_eq!(stored.marks.lora_name(), text(input, "lora_name"), "{id}");
             assert_eq!(u64::from(stored.block_tokens), number(input, "block_size"), "{id}");
             assert_eq!(stored.medium, text(input, "medium"), "{id}");
             assert_eq!(u64::from(stored.group), number(input, "group_idx"), "{id}");

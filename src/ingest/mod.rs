@@ -13,8 +13,10 @@
 mod copies;
 mod counts;
 mod events;
+mod framing;
 mod msgpack;
 mod poller;
+pub mod sglang;
 mod sockets;
 mod source;
 mod status;
@@ -35,6 +37,7 @@ use shards::load::LoadTable;
 use shards::service::EndpointShared;
 
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
+pub use framing::check_any_framing;
 use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;

@@ -10,8 +10,9 @@ use shards::inventory::{OPS_PER_PUBLISH_MAX, Writer};
 
 use super::copies::{Copies, Op};
 use super::events::Reject;
+use super::framing::Framed;
 use super::poller::Poller;
-use super::sockets::{Contexts, Framed, Frames, Link, Watched};
+use super::sockets::{Contexts, Frames, Link, Watched};
 use super::status::{Replay, StreamName, StreamStats, add};
 use super::stream::{Action, Stream};
 use super::{Mode, RankSource};

@@ -26,30 +26,30 @@ pub(crate) enum Spelling {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Tokens<'a> {
     wire: &'a [u8],
-    units: u32,
+    len: u32,
     spelling: Spelling,
 }
 
 impl<'a> Tokens<'a> {
     /// Reads an array of ids, of pairs, or of ids and digests.
     pub(crate) fn read(reader: &mut Reader<'a>) -> Result<Self, Malformed> {
-        let units = reader.array()?;
+        let len = reader.array()?;
         let start = *reader;
-        let spelling = match reader.skip_unsigned(units) {
+        let spelling = match reader.skip_unsigned(len) {
             Ok(()) => Spelling::Ids,
             Err(Malformed::Framing) => return Err(Malformed::Framing),
             Err(Malformed::Type) => {
                 *reader = start;
-                odd(reader, units)?
+                odd(reader, len)?
             }
         };
         let wire = &start.rest()[..start.rest().len() - reader.rest().len()];
-        Ok(Tokens { wire, units, spelling })
+        Ok(Tokens { wire, len, spelling })
     }
 
     /// Units: ids, or pairs. A block of n has n of them.
-    pub(crate) fn units(&self) -> u32 {
-        self.units
+    pub(crate) fn len(&self) -> u32 {
+        self.len
     }
 
     /// How they are spelled.
@@ -57,8 +57,16 @@ impl<'a> Tokens<'a> {
         self.spelling
     }
 
-    /// The ids in order, a pair's second where the next pair's first repeats it only once: one more than units where
-    /// they are bigrams. Empty where they are opaque.
+    /// Puts the ids into `ids`; false where they are opaque, or one is no token of a text.
+    pub(crate) fn decode(self, ids: &mut Vec<u32>) -> bool {
+        ids.clear();
+        ids.reserve(self.len as usize);
+        let whole = self.ids().all(|id| u32::try_from(id).map(|id| ids.push(id)).is_ok());
+        whole && self.spelling != Spelling::Opaque
+    }
+
+    /// The ids in order. What neighbouring pairs share comes once: of n bigrams, n + 1 ids. Empty where they are
+    /// opaque.
     pub(crate) fn ids(self) -> impl Iterator<Item = u64> + 'a {
         let mut reader = Reader::new(if self.spelling == Spelling::Opaque { &[] } else { self.wire });
         let mut second = None;
@@ -116,7 +124,7 @@ mod tests {
 
     fn check(bytes: &[u8], expected: Result<(Spelling, u32, &[u64]), Malformed>) {
         let read = Tokens::read(&mut Reader::new(bytes));
-        let read = read.map(|tokens| (tokens.spelling(), tokens.units(), tokens.ids().collect::<Vec<_>>()));
+        let read = read.map(|tokens| (tokens.spelling(), tokens.len(), tokens.ids().collect::<Vec<_>>()));
         assert_eq!(read, expected.map(|(spelling, units, ids)| (spelling, units, ids.to_vec())), "{bytes:02x?}");
     }
 
