@@ -52,7 +52,7 @@ pub(crate) struct CopyCounts {
 }
 
 /// Keys are digest bits already; the multiplication only spreads keys of simulated engines that count up.
-fn hash(key: u64) -> u64 {
+pub(super) fn hash(key: u64) -> u64 {
     let mixed = u128::from(key ^ 0x9e37_79b9_7f4a_7c15) * 0xa076_1d64_78bd_642f;
     (mixed >> 64) as u64 ^ mixed as u64
 }

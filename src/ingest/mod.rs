@@ -22,6 +22,7 @@ mod source;
 mod status;
 mod stream;
 mod tokens;
+mod trtllm;
 mod worker;
 
 use std::io;
@@ -42,6 +43,7 @@ use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
 pub use status::{Replay, StreamName, StreamStatus};
+pub use trtllm::check_any_json as check_any_trtllm_json;
 use worker::{Command, Worker, WorkerOptions};
 
 /// Commands under way to one thread. Beyond it, the sender waits.
