@@ -1,8 +1,11 @@
 //! Micro-benchmarks and side-by-side comparisons of kvlane. Every run prints its seed and setup with its figures.
 
+mod e2e;
 mod hash;
 mod lookup;
 mod memory;
+
+use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
@@ -15,16 +18,27 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// CPU per request of kvlane, nginx and HAProxy, end to end.
+    E2e(e2e::E2eArgs),
     /// Nanoseconds per block key.
     Hash(hash::Args),
     /// Inventory look-up and route decision, adds and bytes per pair, beside the same store in evmap.
     Lookup(lookup::Args),
+    /// The gateway, as a child of a benchmark.
+    #[command(hide = true)]
+    Gateway {
+        /// Its command line.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
 }
 
-fn main() -> anyhow::Result<()> {
+fn main() -> anyhow::Result<ExitCode> {
     match Cli::parse().command {
+        Command::E2e(args) => return e2e::main(&args),
         Command::Hash(args) => print!("{}", hash::run(&args)),
         Command::Lookup(args) => print!("{}", lookup::run(&args)?),
+        Command::Gateway { arguments } => return Ok(loadgen::child::gateway(arguments)),
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }

@@ -6,4 +6,14 @@
 #![forbid(unsafe_code)]
 
 pub mod assets;
+pub mod child;
+pub mod client;
+pub mod demo;
 pub mod engine;
+mod epoll_rt;
+mod glommio_rt;
+pub mod replay;
+pub mod report;
+pub mod run;
+pub mod trace;
+pub mod workload;

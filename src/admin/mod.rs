@@ -8,6 +8,7 @@
 mod answers;
 mod inventory;
 mod metrics;
+mod parity;
 mod rules;
 mod status;
 
@@ -104,6 +105,7 @@ fn api(context: Context) -> Router {
         )
         .route("/config/ai/kv/inventory", get(inventory::dump))
         .route("/config/ai/kv/models", get(status::models))
+        .route("/config/ai/kv/parity", get(parity::report))
         .route("/config/ai/kv/streams", get(status::streams))
         .route("/metrics", get(metrics::scrape))
         .route("/status/ready", get(status::ready))

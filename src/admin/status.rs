@@ -17,6 +17,7 @@ pub(super) async fn ready(State(context): State<Context>) -> Response {
     let shards: Vec<Value> = view.shards.iter().map(|shard| shard.report()).collect();
     Json(json!({
         "ready": view.is_ready(),
+        "draining": view.draining,
         "rules": rules,
         "shards": shards,
         "models": context.control.models.report(),

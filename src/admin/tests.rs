@@ -275,6 +275,27 @@ fn what_cannot_be_done_changes_nothing_and_says_why() {
 }
 
 #[test]
+fn an_endpoint_may_be_a_name_and_two_names_of_one_address_are_refused() {
+    let gateway = Gateway::start();
+    let engine = Engine::start("one");
+    let port = free_port();
+    let named = json!({"endpointIP": "localhost", "targetPort": engine.address.port()});
+    gateway.create(&plain(port, json!([named.clone()])));
+    assert_eq!(http(SocketAddr::from(([127, 0, 0, 1], port)), "GET", "/", ""), (200, "one".to_owned()));
+    let (status, body) = gateway.post(&plain(free_port(), json!([named, engine.endpoint()])));
+    assert_eq!(status, 400, "{body}");
+    assert!(body.contains(&format!("two endpoints of the rule resolve to {}", engine.address)), "{body}");
+    // A name without an address yet is taken in, and gets nothing.
+    let unknown = json!([{"endpointIP": "engine.invalid", "targetPort": 8000}, engine.endpoint()]);
+    let port = free_port();
+    gateway.create(&plain(port, unknown));
+    for _ in 0..4 {
+        assert_eq!(http(SocketAddr::from(([127, 0, 0, 1], port)), "GET", "/", "").0, 200);
+    }
+    assert_eq!(gateway.get("/status/ready")["rules"][1]["usable_endpoints"], 1);
+}
+
+#[test]
 fn an_unknown_member_is_tolerated_and_named() {
     let gateway = Gateway::start();
     let engine = Engine::start("one");

@@ -49,7 +49,17 @@ fn start(path: Option<&Path>) -> anyhow::Result<()> {
     }
     let plan = plan(&config)?;
     match descriptors::raise() {
-        Ok(limits) => info!(descriptors = limits.soft, "open descriptors allowed"),
+        Ok(limits) => {
+            info!(descriptors = limits.soft, "open descriptors allowed");
+            let needed = descriptors::needed(plan.shards.len(), config.limits.connections_max, 0);
+            if limits.soft < needed {
+                warn!(
+                    needed,
+                    allowed = limits.soft,
+                    "raise the hard limit (ulimit -Hn) or lower limits.connections_max"
+                );
+            }
+        }
         Err(error) => warn!(%error, "the limit on open descriptors could not be raised"),
     }
     pin(plan.control)?;

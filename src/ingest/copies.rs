@@ -14,14 +14,24 @@
 //! until the rank is cleared or the bound reaches it, which costs a hit that was predicted in vain, while the
 //! opposite mistake would hide blocks that the engine will never announce again.
 //!
+//! **Keys.** Copies are counted by the engine's own keys as long as these are what the rule says ([`super::calibrate`]),
+//! else by the gateway's ([`super::derived`]). A verdict moves the rank from the ones to the others, copies and all.
+//!
 //! **Bound.** An endpoint keeps at most `blocks_max` (rank, group, key) entries; beyond it the oldest entry of the
 //! group that grew is withdrawn, and counted.
 
 #![forbid(unsafe_code)]
 
-use shards::ids::BlockKey;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use shards::block::Contract;
+use shards::ids::BlockKey;
+use shards::inventory::Space;
+
+use super::calibrate::{Believed, Calibrator, Finding, Way};
 use super::counts::{Change, CopyCounts};
+use super::derived::{NotDerived, OwnKeys};
 use super::events::{Batch, Event, Keys, Reject, Removed, Stored};
 use super::status::{StreamStats, add};
 
@@ -37,12 +47,45 @@ pub(crate) enum Op {
     Remove(BlockKey),
     /// The holder has nothing now.
     Clear,
+    /// The holder has nothing now, and what it has from now on is keyed so.
+    Rekey(Keying),
+}
+
+/// How the keys of a holder are to be read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Keying {
+    /// By the rule's contract.
+    #[default]
+    Rule,
+    /// By another contract.
+    Space(Space),
+    /// Not at all: nothing may be routed by them.
+    Refused,
+}
+
+impl From<Way> for Keying {
+    fn from(way: Way) -> Self {
+        match way {
+            Way::Rule => Keying::Rule,
+            Way::Engine(space) => Keying::Space(space),
+            Way::Derived(block_tokens) => Keying::Space(Space { contract: Contract::Derived, block_tokens }),
+            Way::Refused => Keying::Refused,
+        }
+    }
 }
 
 /// The cache of one rank: copies by group.
 #[derive(Debug, Default)]
 struct Cache {
     groups: Vec<(u32, CopyCounts)>,
+    /// Tokens per block of the blocks that enter.
+    block_tokens: u32,
+    /// Finds out how the engine makes its keys; none where the rule is simply believed.
+    calibrator: Option<Calibrator>,
+    /// The gateway's own keys, kept until the engine's are proved.
+    own: OwnKeys,
+    /// Copies are counted by own keys, not by the engine's.
+    derived: bool,
 }
 
 impl Cache {
@@ -50,8 +93,8 @@ impl Cache {
         self.groups.iter().any(|(_, counts)| counts.contains(key))
     }
 
-    fn is_empty(&self) -> bool {
-        self.groups.iter().all(|(_, counts)| counts.len() == 0)
+    fn entries(&self) -> usize {
+        self.groups.iter().map(|(_, counts)| counts.len()).sum()
     }
 
     /// Every key once, whatever the number of groups that hold it.
@@ -60,25 +103,71 @@ impl Cache {
             counts.keys().filter(move |key| !self.groups[..place].iter().any(|(_, before)| before.contains(*key)))
         })
     }
+
+    /// Whether own keys are needed, now or should the engine's turn out not to be what the rule says.
+    fn keeps_own_keys(&self) -> bool {
+        self.calibrator.as_ref().is_some_and(|calibrator| !calibrator.is_proved())
+    }
+
+    /// The key that copies are counted by.
+    fn counted(&self, engine: BlockKey) -> Option<BlockKey> {
+        if self.derived { self.own.get(engine) } else { Some(engine) }
+    }
+
+    /// Counts by other keys from now on; what has none is given up.
+    fn rekey(&mut self, way: Way, rule_tokens: u32) {
+        let (derived, block_tokens) = match way {
+            Way::Derived(block_tokens) => (true, block_tokens.get()),
+            Way::Engine(space) => (false, space.block_tokens.get()),
+            Way::Rule | Way::Refused => (false, rule_tokens),
+        };
+        let fits = self.block_tokens == block_tokens;
+        self.block_tokens = block_tokens;
+        let groups = std::mem::take(&mut self.groups);
+        let was_derived = std::mem::replace(&mut self.derived, derived);
+        self.groups = match (was_derived, derived) {
+            _ if !fits || way == Way::Refused => Vec::new(),
+            (false, true) => groups.iter().map(|(id, counts)| (*id, counts.rekeyed(|key| self.own.get(key)))).collect(),
+            (true, false) => {
+                let engine = self.own.inverted();
+                let other = |key: BlockKey| engine.get(&key.0).map(|key| BlockKey(*key));
+                groups.iter().map(|(id, counts)| (*id, counts.rekeyed(other))).collect()
+            }
+            _ => groups,
+        };
+        if !derived {
+            self.own = OwnKeys::default();
+        }
+    }
 }
 
 /// What the ranks of one endpoint hold.
 #[derive(Debug)]
 pub(crate) struct Copies {
-    block_tokens: u32,
+    rule_tokens: u32,
     blocks_max: usize,
     ranks: Vec<Cache>,
     /// (rank, group, key) entries over all ranks.
     entries: usize,
     /// Keys that at least one rank holds.
     distinct: u64,
+    /// Of the store at hand; kept for their memory.
+    own_keys: Vec<BlockKey>,
+    tokens: Vec<u32>,
 }
 
 impl Copies {
-    /// Nothing held by `ranks` ranks. Blocks of another size than `block_tokens` do not enter.
-    pub(crate) fn new(ranks: usize, block_tokens: u32, blocks_max: usize) -> Self {
-        let ranks = (0..ranks).map(|_| Cache::default()).collect();
-        Copies { block_tokens, blocks_max, ranks, entries: 0, distinct: 0 }
+    /// Nothing held by `ranks` ranks, whose blocks have `rule_tokens` tokens. With something believed of the engine's
+    /// keys it is verified; without, the keys are taken as they are and blocks of another size do not enter.
+    pub(crate) fn new(ranks: usize, rule_tokens: u32, blocks_max: usize, believed: Option<&Arc<Believed>>) -> Self {
+        let cache = || Cache {
+            block_tokens: rule_tokens,
+            calibrator: believed.map(|believed| Calibrator::new(Arc::clone(believed), rule_tokens)),
+            ..Cache::default()
+        };
+        let ranks = (0..ranks).map(|_| cache()).collect();
+        let (own_keys, tokens) = (Vec::new(), Vec::new());
+        Copies { rule_tokens, blocks_max, ranks, entries: 0, distinct: 0, own_keys, tokens }
     }
 
     /// Keys the endpoint holds, each once whatever the number of ranks or copies.
@@ -91,22 +180,50 @@ impl Copies {
         self.ranks[rank].keys()
     }
 
+    /// How one rank's blocks are keyed, and why.
+    pub(crate) fn finding(&self, rank: usize) -> Option<&Finding> {
+        self.ranks[rank].calibrator.as_ref().map(Calibrator::finding)
+    }
+
+    /// The engine behind one rank may be another now: its next blocks are verified again.
+    pub(crate) fn verify_again(&mut self, rank: usize) {
+        if let Some(calibrator) = &mut self.ranks[rank].calibrator {
+            calibrator.begin_again();
+        }
+    }
+
     /// Forgets what one rank holds; nothing happens where it holds nothing.
     pub(crate) fn clear(&mut self, rank: usize, stats: &StreamStats, op: &mut impl FnMut(Op)) {
-        let cache = std::mem::take(&mut self.ranks[rank]);
-        if cache.is_empty() {
+        self.ranks[rank].own = OwnKeys::default();
+        if self.ranks[rank].entries() == 0 {
             return;
         }
-        self.entries -= cache.groups.iter().map(|(_, counts)| counts.len()).sum::<usize>();
-        self.distinct = if self.ranks.len() == 1 {
-            0
-        } else {
-            let gone = cache.keys().filter(|key| !self.ranks.iter().any(|other| other.contains(*key))).count();
-            self.distinct - gone as u64
-        };
+        self.forget(rank);
+        self.ranks[rank].groups.clear();
         add(&stats.clears, 1);
-        stats.held.store(0, std::sync::atomic::Ordering::Relaxed);
+        stats.held.store(0, Ordering::Relaxed);
         op(Op::Clear);
+    }
+
+    /// Takes what one rank holds out of the endpoint's sums.
+    fn forget(&mut self, rank: usize) {
+        self.entries -= self.ranks[rank].entries();
+        self.distinct -= self.only_in(rank);
+    }
+
+    /// Keys that no other rank holds.
+    fn only_in(&self, rank: usize) -> u64 {
+        self.ranks[rank].keys().filter(|key| !self.in_other_rank(rank, *key)).count() as u64
+    }
+
+    /// Counts one rank's blocks by other keys from now on.
+    fn rekey(&mut self, rank: usize, way: Way, op: &mut impl FnMut(Op)) {
+        self.forget(rank);
+        self.ranks[rank].rekey(way, self.rule_tokens);
+        self.entries += self.ranks[rank].entries();
+        self.distinct += self.only_in(rank);
+        op(Op::Rekey(way.into()));
+        self.ranks[rank].keys().for_each(|key| op(Op::Store(key)));
     }
 
     /// Applies one batch of one rank. What cannot be understood is counted, the rest takes effect.
@@ -138,8 +255,14 @@ impl Copies {
                 stats.reject(why);
             }
         }
-        let held = self.ranks[rank].groups.iter().map(|(_, counts)| counts.len()).sum::<usize>();
-        stats.held.store(held as u64, std::sync::atomic::Ordering::Relaxed);
+        let cache = &mut self.ranks[rank];
+        let (held, groups) = (cache.entries(), &cache.groups);
+        stats.held.store(held as u64, Ordering::Relaxed);
+        let derived = cache.derived;
+        cache.own.sweep(held, |engine, own| {
+            let key = if derived { own } else { engine };
+            groups.iter().any(|(_, counts)| counts.contains(key))
+        });
     }
 
     fn stored(
@@ -158,19 +281,51 @@ impl Copies {
             add(&stats.other_group, 1);
             return Ok(());
         }
-        if stored.block_tokens != self.block_tokens {
+        if stored.block_tokens != self.rule_tokens {
             stats.block_size_differs(stored.block_tokens);
+        }
+        let calibrator = self.ranks[rank].calibrator.as_mut();
+        if let Some(way) = calibrator.and_then(|calibrator| calibrator.observe(stored, &mut self.tokens)) {
+            self.rekey(rank, way, op);
+        }
+        if stored.block_tokens != self.ranks[rank].block_tokens {
             return Ok(());
         }
         let group = self.group(rank, stored.group).ok_or(Reject::Group)?;
+        let cache = &mut self.ranks[rank];
+        let derived = if cache.keeps_own_keys() {
+            cache.own.derive(stored, &mut self.own_keys)
+        } else {
+            Err(NotDerived::NoTokens)
+        };
+        if cache.derived && derived.is_err() {
+            add(&stats.orphans, u64::from(stored.keys.len()));
+            return Ok(());
+        }
         add(&stats.blocks_stored, u64::from(stored.keys.len()));
-        for key in stored.keys.iter() {
-            match self.ranks[rank].groups[group].1.add(key, again) {
-                Change::First => self.first_copy(rank, group, key, stats, op),
-                _ => add(&stats.duplicates, 1),
-            }
+        if cache.derived {
+            let keys = std::mem::take(&mut self.own_keys);
+            keys.iter().for_each(|key| self.add(rank, group, *key, again, stats, op));
+            self.own_keys = keys;
+        } else {
+            stored.keys.iter().for_each(|key| self.add(rank, group, key, again, stats, op));
         }
         Ok(())
+    }
+
+    fn add(
+        &mut self,
+        rank: usize,
+        group: usize,
+        key: BlockKey,
+        again: bool,
+        stats: &StreamStats,
+        op: &mut impl FnMut(Op),
+    ) {
+        match self.ranks[rank].groups[group].1.add(key, again) {
+            Change::First => self.first_copy(rank, group, key, stats, op),
+            _ => add(&stats.duplicates, 1),
+        }
     }
 
     fn removed(&mut self, rank: usize, removed: &Removed<'_>, stats: &StreamStats, op: &mut impl FnMut(Op)) {
@@ -183,9 +338,19 @@ impl Copies {
             add(&stats.unknown_removals, u64::from(removed.keys.len()));
             return;
         };
-        for key in Keys::iter(removed.keys) {
-            match self.ranks[rank].groups[group].1.remove(key) {
-                Change::Last => self.last_copy(rank, group, key, op),
+        for engine in Keys::iter(removed.keys) {
+            let cache = &mut self.ranks[rank];
+            let Some(key) = cache.counted(engine) else {
+                add(&stats.unknown_removals, 1);
+                continue;
+            };
+            match cache.groups[group].1.remove(key) {
+                Change::Last => {
+                    if !cache.contains(key) {
+                        cache.own.forget(engine);
+                    }
+                    self.last_copy(rank, group, key, op);
+                }
                 Change::Unknown => add(&stats.unknown_removals, 1),
                 _ => {}
             }

@@ -23,34 +23,69 @@ fn keys(bytes: &mut Vec<u8>, keys: &[u64]) {
     }
 }
 
-fn store_of(stored: &[u64], parent: Option<u64>, group: u8, medium: &str, kind: &str, block: u32) -> Wire {
-    let mut bytes = vec![0x87];
-    text(&mut bytes, "type");
-    text(&mut bytes, "BlockStored");
-    text(&mut bytes, "block_hashes");
-    keys(&mut bytes, stored);
-    text(&mut bytes, "parent_block_hash");
-    match parent {
-        None => bytes.push(0xc0),
-        Some(parent) => {
-            bytes.push(0xcf);
-            bytes.extend_from_slice(&parent.to_be_bytes());
+/// A store with whatever an engine may say of it.
+#[derive(Clone, Debug)]
+pub(in crate::ingest) struct Spec<'a> {
+    pub(in crate::ingest) keys: &'a [u64],
+    pub(in crate::ingest) parent: Option<u64>,
+    pub(in crate::ingest) tokens: &'a [u32],
+    pub(in crate::ingest) block: u32,
+    pub(in crate::ingest) group: u8,
+    pub(in crate::ingest) medium: &'a str,
+    pub(in crate::ingest) kind: &'a str,
+    /// One salt, or none, per block; no list at all for releases before 0.17.
+    pub(in crate::ingest) salts: Option<&'a [Option<&'a str>]>,
+}
+
+impl Spec<'_> {
+    pub(in crate::ingest) fn wire(&self) -> Wire {
+        let mut bytes = vec![0x87];
+        text(&mut bytes, "type");
+        text(&mut bytes, "BlockStored");
+        text(&mut bytes, "block_hashes");
+        keys(&mut bytes, self.keys);
+        text(&mut bytes, "parent_block_hash");
+        match self.parent {
+            None => bytes.push(0xc0),
+            Some(parent) => {
+                bytes.push(0xcf);
+                bytes.extend_from_slice(&parent.to_be_bytes());
+            }
         }
+        text(&mut bytes, "token_ids");
+        keys(&mut bytes, &self.tokens.iter().map(|token| u64::from(*token)).collect::<Vec<_>>());
+        text(&mut bytes, "block_size");
+        bytes.push(self.block as u8);
+        text(&mut bytes, "group_idx");
+        bytes.push(self.group);
+        text(&mut bytes, "medium");
+        text(&mut bytes, self.medium);
+        if !self.kind.is_empty() {
+            bytes[0] += 1;
+            text(&mut bytes, "kv_cache_spec_kind");
+            text(&mut bytes, self.kind);
+        }
+        if let Some(salts) = self.salts {
+            bytes[0] += 1;
+            text(&mut bytes, "extra_keys");
+            bytes.push(0x90 | salts.len() as u8);
+            for salt in salts {
+                match salt {
+                    None => bytes.push(0xc0),
+                    Some(salt) => {
+                        bytes.push(0x91);
+                        text(&mut bytes, salt);
+                    }
+                }
+            }
+        }
+        Wire(bytes)
     }
-    text(&mut bytes, "token_ids");
-    keys(&mut bytes, &vec![7; stored.len() * block as usize]);
-    text(&mut bytes, "block_size");
-    bytes.push(block as u8);
-    text(&mut bytes, "group_idx");
-    bytes.push(group);
-    text(&mut bytes, "medium");
-    text(&mut bytes, medium);
-    if !kind.is_empty() {
-        bytes[0] += 1;
-        text(&mut bytes, "kv_cache_spec_kind");
-        text(&mut bytes, kind);
-    }
-    Wire(bytes)
+}
+
+fn store_of(stored: &[u64], parent: Option<u64>, group: u8, medium: &str, kind: &str, block: u32) -> Wire {
+    let tokens = vec![7; stored.len() * block as usize];
+    Spec { keys: stored, parent, tokens: &tokens, block, group, medium, kind, salts: None }.wire()
 }
 
 pub(in crate::ingest) fn store(stored: &[u64], parent: Option<u64>) -> Wire {
@@ -101,7 +136,7 @@ struct Bench {
 impl Bench {
     fn new(ranks: usize, blocks_max: usize) -> Self {
         Bench {
-            copies: Copies::new(ranks, BLOCK, blocks_max),
+            copies: Copies::new(ranks, BLOCK, blocks_max, None),
             stats: StreamStats::default(),
             holders: vec![BTreeSet::new(); ranks],
         }
@@ -112,7 +147,7 @@ impl Bench {
         self.copies.apply(rank, &batch(events), &self.stats, &mut |op| match op {
             Op::Store(key) => assert!(holder.insert(key.0), "a store is told once"),
             Op::Remove(key) => assert!(holder.remove(&key.0), "a removal is told once, of what is held"),
-            Op::Clear => holder.clear(),
+            Op::Clear | Op::Rekey(_) => holder.clear(),
         });
         let union: BTreeSet<u64> = self.holders.iter().flatten().copied().collect();
         assert_eq!(self.copies.distinct(), union.len() as u64, "each key once per endpoint");
@@ -229,7 +264,7 @@ fn a_long_stream_is_applied_and_its_rate_printed() {
             batch(&[store_of(&keys, Some(1), 0, "GPU", "full_attention", 16)])
         })
         .collect();
-    let mut copies = Copies::new(1, 16, 1_000_000);
+    let mut copies = Copies::new(1, 16, 1_000_000, None);
     let stats = StreamStats::default();
     let mut stores = 0;
     let start = std::time::Instant::now();

@@ -123,6 +123,20 @@ impl CopyCounts {
         Some(key)
     }
 
+    /// The same copies, in the same order, under other keys; what has none is left out.
+    pub(crate) fn rekeyed(&self, other: impl Fn(BlockKey) -> Option<BlockKey>) -> CopyCounts {
+        let mut counts = CopyCounts::default();
+        for entry in self.entries.iter().filter(|entry| entry.copies > 0) {
+            let Some(key) = other(BlockKey(entry.key())) else { continue };
+            if counts.add(key, false) == Change::First
+                && let Some(last) = counts.entries.back_mut()
+            {
+                last.copies = entry.copies;
+            }
+        }
+        counts
+    }
+
     /// Drops dead entries at the front, and all of them once they outnumber the live ones.
     fn sweep(&mut self) {
         while self.entries.front().is_some_and(|entry| entry.copies == 0) {

@@ -77,7 +77,7 @@ impl Run {
             streams: (0..RANKS).map(|_| Stream::new(true)).collect(),
             asked: vec![None; RANKS],
             requests: 0,
-            copies: Copies::new(RANKS, BLOCK, 10_000),
+            copies: Copies::new(RANKS, BLOCK, 10_000, None),
             holders: vec![BTreeSet::new(); RANKS],
             clock: 0,
         };
@@ -92,7 +92,7 @@ impl Run {
         let mut op = |op| match op {
             Op::Store(key) => assert!(holder.insert(key.0), "a store is told once"),
             Op::Remove(key) => assert!(holder.remove(&key.0), "a removal is told once"),
-            Op::Clear => holder.clear(),
+            Op::Clear | Op::Rekey(_) => holder.clear(),
         };
         input(&mut streams[rank], &mut |action| match action {
             Action::Apply(_, payload) => copies.apply(rank, payload, &stats, &mut op),

@@ -1,6 +1,7 @@
 //! KV event streams of the engines → inventories.
 //!
 //! An event's way: ZMQ frames (`sockets`) → sequence, gap, replay, restart (`stream`) → decoding (`events`) →
+//! do the keys say what the rule says (`calibrate`), else keys of our own (`derived`) →
 //! copies per (rank, group, key) (`copies`) → operations on the service's inventory → published at the end of the
 //! cycle (`worker`).
 //!
@@ -10,8 +11,10 @@
 //!
 //! Services are spread over the threads by their number; the first thread also publishes the shards' loads.
 
+mod calibrate;
 mod copies;
 mod counts;
+mod derived;
 mod events;
 mod framing;
 mod msgpack;
@@ -37,6 +40,7 @@ use shards::inventory::Writer;
 use shards::load::LoadTable;
 use shards::service::EndpointShared;
 
+pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
 pub use framing::check_any_framing;
 use poller::{Poller, Waker};
@@ -82,6 +86,8 @@ pub struct ServiceSources {
     pub id: ServiceId,
     /// The rule's `kvBlockSize`, tokens.
     pub block_tokens: u32,
+    /// What the rule says of the engines' keys, to be verified; without it keys are taken as they come.
+    pub believed: Option<Arc<Believed>>,
     /// Its endpoints.
     pub endpoints: Vec<EndpointSources>,
 }

@@ -6,9 +6,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shards::ids::{EndpointIndex, HolderIndex, Rank};
-use shards::inventory::{OPS_PER_PUBLISH_MAX, Writer};
+use shards::inventory::{OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
 
-use super::copies::{Copies, Op};
+use super::calibrate::{Finding, Verdict};
+use super::copies::{Copies, Keying, Op};
 use super::events::Reject;
 use super::framing::Framed;
 use super::poller::Poller;
@@ -49,11 +50,23 @@ pub(crate) struct Source {
     links: HashSet<i32>,
     replay: Option<ReplayRequest>,
     /// None while the inventory has no slot to give.
-    holder: Option<HolderIndex>,
+    holder: Option<Held>,
+    /// How its keys are to be read.
+    keying: Keying,
     /// What the inventory was told.
     eligible: bool,
+    /// What the log has said of its keys.
+    finding: Finding,
     /// Block size the log has complained of.
     complained_of: u32,
+}
+
+/// A slot of the inventory.
+#[derive(Clone, Copy)]
+struct Held {
+    holder: HolderIndex,
+    /// Prompts can be compared with its keys.
+    routable: bool,
 }
 
 struct ReplayRequest {
@@ -78,7 +91,8 @@ struct Applier<'a> {
     writer: &'a mut Writer,
     endpoint: EndpointIndex,
     rank: Rank,
-    holder: &'a mut Option<HolderIndex>,
+    held: &'a mut Option<Held>,
+    keying: &'a mut Keying,
     eligible: bool,
     stats: &'a StreamStats,
     /// The request that the stream wants to be under way; none = as it is.
@@ -95,22 +109,28 @@ impl Applier<'_> {
                 self.stats.last_event_ms.store(now, Ordering::Relaxed);
                 self.change(|copies, place, stats, op| copies.apply(place, payload, stats, &mut |each| op(each)));
             }
-            Action::Clear => self.change(|copies, place, stats, op| copies.clear(place, stats, &mut |each| op(each))),
+            Action::Clear => {
+                self.copies.verify_again(self.place);
+                self.change(|copies, place, stats, op| copies.clear(place, stats, &mut |each| op(each)));
+            }
             Action::Replay(from) => self.request = Some(Some(from)),
             Action::StopReplay => self.request = Some(None),
         }
     }
 
     fn change(&mut self, change: impl FnOnce(&mut Copies, usize, &StreamStats, &mut dyn FnMut(Op))) {
-        let Applier { copies, place, writer, endpoint, rank, holder, eligible, stats, .. } = self;
+        let Applier { copies, place, writer, endpoint, rank, held, keying, eligible, stats, .. } = self;
         let mut since_publish = 0;
         change(copies, *place, stats, &mut |op| {
-            match (op, **holder) {
+            if let Op::Rekey(new) = op {
+                **keying = new;
+            }
+            match (op, held.map(|held| held.holder)) {
                 (Op::Store(key), Some(holder)) => writer.store(key, holder),
                 (Op::Remove(key), Some(holder)) => writer.remove(key, holder),
-                (Op::Clear, Some(old)) => {
+                (Op::Clear | Op::Rekey(_), Some(old)) => {
                     writer.retire_holder(old);
-                    **holder = add_holder(writer, *endpoint, *rank, *eligible);
+                    **held = add_holder(writer, *endpoint, *rank, **keying, *eligible);
                 }
                 // Without a slot the copies go on; the holder gets them all when there is one again.
                 (_, None) => {}
@@ -125,12 +145,26 @@ impl Applier<'_> {
     }
 }
 
-fn add_holder(writer: &mut Writer, endpoint: EndpointIndex, rank: Rank, eligible: bool) -> Option<HolderIndex> {
-    let holder = writer.add_holder(endpoint, rank);
-    if let (Some(holder), false) = (holder, eligible) {
+/// A holder for keys of that kind; none where the inventory has no slot. Keys that are not to be routed by, or that
+/// would need one key space too many, are those of a holder that is never eligible.
+fn add_holder(
+    writer: &mut Writer,
+    endpoint: EndpointIndex,
+    rank: Rank,
+    keying: Keying,
+    eligible: bool,
+) -> Option<Held> {
+    let space = match keying {
+        Keying::Rule => Some(SpaceIndex::OWN),
+        Keying::Space(space) => writer.space(space),
+        Keying::Refused => None,
+    };
+    let holder = writer.add_holder_in(space.unwrap_or(SpaceIndex::OWN), endpoint, rank)?;
+    let routable = space.is_some();
+    if !eligible || !routable {
         writer.set_eligible(holder, false);
     }
-    holder
+    Some(Held { holder, routable })
 }
 
 impl Source {
@@ -169,8 +203,10 @@ impl Source {
             socket,
             links: HashSet::new(),
             replay: None,
-            holder: add_holder(writer, name.endpoint, name.rank, false),
+            holder: add_holder(writer, name.endpoint, name.rank, Keying::Rule, false),
+            keying: Keying::Rule,
             eligible: false,
+            finding: Finding::default(),
             complained_of: 0,
             stats: Arc::default(),
             name,
@@ -184,8 +220,8 @@ impl Source {
         if let Some(socket) = &self.socket {
             forget(poller, socket);
         }
-        if let Some(holder) = self.holder {
-            writer.retire_holder(holder);
+        if let Some(held) = self.holder {
+            writer.retire_holder(held.holder);
         }
     }
 
@@ -198,7 +234,7 @@ impl Source {
         let mut left = self.read_replay(copies, writer, io);
         for _ in 0..MESSAGES_PER_VISIT {
             if !self.socket.as_ref().is_some_and(|socket| socket.receive(io.frames)) {
-                self.note();
+                self.note(copies);
                 return left;
             }
             let frames = &mut *io.frames;
@@ -211,7 +247,7 @@ impl Source {
             }
         }
         left = Left::More;
-        self.note();
+        self.note(copies);
         left
     }
 
@@ -226,7 +262,7 @@ impl Source {
         if self.replay.as_ref().is_some_and(|request| request.deadline <= now) {
             let request = self.step(copies, writer, |stream, act| stream.replay_timed_out(&mut |a| act(a)));
             self.request(request, io);
-            self.note();
+            self.note(copies);
         }
         self.replay.is_some()
     }
@@ -249,9 +285,9 @@ impl Source {
     /// Asks for a holder again where the inventory had no slot.
     pub(crate) fn repair(&mut self, copies: &Copies, writer: &mut Writer) {
         if self.holder.is_none() {
-            self.holder = add_holder(writer, self.endpoint, self.name.rank, self.eligible);
-            if let Some(holder) = self.holder {
-                copies.keys(self.place).for_each(|key| writer.store(key, holder));
+            self.holder = add_holder(writer, self.endpoint, self.name.rank, self.keying, self.eligible);
+            if let Some(held) = self.holder {
+                copies.keys(self.place).for_each(|key| writer.store(key, held.holder));
             }
         }
     }
@@ -269,7 +305,8 @@ impl Source {
             writer,
             endpoint: self.endpoint,
             rank: self.name.rank,
-            holder: &mut self.holder,
+            held: &mut self.holder,
+            keying: &mut self.keying,
             eligible: self.eligible,
             stats: &self.stats,
             request: None,
@@ -278,8 +315,8 @@ impl Source {
         let request = applier.request;
         if self.stream.is_eligible() != self.eligible {
             self.eligible = !self.eligible;
-            if let Some(holder) = self.holder {
-                writer.set_eligible(holder, self.eligible);
+            if let Some(held) = self.holder.filter(|held| held.routable) {
+                writer.set_eligible(held.holder, self.eligible);
             }
         }
         request
@@ -295,6 +332,7 @@ impl Source {
             Link::Retried => return,
             Link::Ready => {
                 tracing::info!(endpoint, rank, address = self.name.address, "KV events: connected");
+                copies.verify_again(self.place);
                 self.step(copies, writer, |stream, act| stream.connected(&mut |a| act(a)))
             }
             Link::Closed(number) => {
@@ -393,11 +431,16 @@ impl Source {
     }
 
     /// Brings the status up to date.
-    fn note(&mut self) {
+    fn note(&mut self, copies: &Copies) {
+        match copies.finding(self.place) {
+            Some(finding) => self.note_finding(finding),
+            None => self.note_block_size(),
+        }
         let stats = &*self.stats;
         let tally = self.stream.tally();
         stats.connected.store(self.stream.is_connected(), Ordering::Relaxed);
-        stats.eligible.store(self.eligible, Ordering::Relaxed);
+        let routable = self.holder.is_none_or(|held| held.routable);
+        stats.eligible.store(self.eligible && routable, Ordering::Relaxed);
         for (counter, value) in [
             (&stats.reconnects, tally.reconnects),
             (&stats.gaps, tally.gaps),
@@ -408,7 +451,32 @@ impl Source {
         ] {
             counter.store(value, Ordering::Relaxed);
         }
-        let engine = stats.engine_block_tokens.load(Ordering::Relaxed);
+    }
+
+    /// Says how the rank's blocks are keyed, once per change.
+    fn note_finding(&mut self, found: &Finding) {
+        let no_space = matches!(self.keying, Keying::Space(_)) && self.holder.is_some_and(|held| !held.routable);
+        let refused = no_space && found.verdict != Verdict::Refused;
+        let same = found.detail == self.finding.detail && refused == (self.finding.verdict != found.verdict);
+        if same && found.faults == self.finding.faults && found.hints == self.finding.hints {
+            return;
+        }
+        self.finding = found.clone();
+        if refused {
+            self.finding.verdict = Verdict::Refused;
+        }
+        let (endpoint, rank, finding) = (&self.name.label, self.name.rank.0, &self.finding);
+        if finding.faults.is_empty() {
+            tracing::info!(endpoint, rank, %finding, "parity");
+        } else {
+            tracing::warn!(endpoint, rank, %finding, refused_for_want_of_a_key_space = refused, "parity");
+        }
+        self.stats.set_finding(finding.clone());
+    }
+
+    /// Complains of blocks that do not enter, where nothing finds out why.
+    fn note_block_size(&mut self) {
+        let engine = self.stats.engine_block_tokens.load(Ordering::Relaxed);
         if engine != self.complained_of {
             self.complained_of = engine;
             tracing::warn!(

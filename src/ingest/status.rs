@@ -3,9 +3,11 @@
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 
+use super::calibrate::Finding;
 use super::events::Reject;
 
 /// Adds to a counter that only the calling thread writes.
@@ -40,6 +42,7 @@ pub(crate) struct StreamStats {
     pub(crate) other_medium: AtomicU64,
     pub(crate) other_group: AtomicU64,
     pub(crate) evicted: AtomicU64,
+    pub(crate) orphans: AtomicU64,
     pub(crate) block_size_mismatches: AtomicU64,
     /// Block size of the last event that differed from the rule's; 0 = none did.
     pub(crate) engine_block_tokens: AtomicU32,
@@ -56,6 +59,8 @@ pub(crate) struct StreamStats {
     pub(crate) last_event_ms: AtomicU64,
     /// A [`Replay`] as its number.
     pub(crate) replay: AtomicU32,
+    /// How the rank's blocks are keyed; written when that changes, which is rare.
+    pub(crate) finding: Mutex<Option<Finding>>,
 }
 
 impl StreamStats {
@@ -66,6 +71,10 @@ impl StreamStats {
     pub(crate) fn block_size_differs(&self, engine: u32) {
         add(&self.block_size_mismatches, 1);
         self.engine_block_tokens.store(engine, Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_finding(&self, finding: Finding) {
+        *self.finding.lock().unwrap_or_else(PoisonError::into_inner) = Some(finding);
     }
 
     pub(crate) fn set_replay(&self, replay: Replay) {
@@ -89,6 +98,7 @@ impl StreamStats {
             other_medium: get(&self.other_medium),
             other_group: get(&self.other_group),
             evicted: get(&self.evicted),
+            orphans: get(&self.orphans),
             block_size_mismatches: get(&self.block_size_mismatches),
             engine_block_tokens: match self.engine_block_tokens.load(Ordering::Relaxed) {
                 0 => None,
@@ -112,6 +122,7 @@ impl StreamStats {
                 1 => Replay::Works,
                 _ => Replay::Missing,
             },
+            finding: self.finding.lock().unwrap_or_else(PoisonError::into_inner).clone(),
         }
     }
 }
@@ -160,7 +171,10 @@ pub struct StreamStatus {
     pub other_group: u64,
     /// Keys withdrawn because the endpoint's bound was reached.
     pub evicted: u64,
-    /// Stores whose block size is not the rule's; their keys did not enter.
+    /// Blocks without a key of our own, because what goes before them was announced before we listened, or not at
+    /// all: what the rank holds is not known in full.
+    pub orphans: u64,
+    /// Stores whose block size is not the rule's.
     pub block_size_mismatches: u64,
     /// Block size of the last such store.
     pub engine_block_tokens: Option<u32>,
@@ -186,4 +200,6 @@ pub struct StreamStatus {
     pub last_event_ms: Option<u64>,
     /// Whether the engine answers replay requests.
     pub replay: Replay,
+    /// How the rank's blocks are keyed, and why; none where nothing is verified.
+    pub finding: Option<Finding>,
 }

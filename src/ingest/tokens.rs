@@ -57,6 +57,11 @@ impl<'a> Tokens<'a> {
         self.spelling
     }
 
+    /// The first `n` units, or all there are.
+    pub(crate) fn first(self, n: u32) -> Self {
+        Tokens { len: self.len.min(n), ..self }
+    }
+
     /// Puts the ids into `ids`; false where they are opaque, or one is no token of a text.
     pub(crate) fn decode(self, ids: &mut Vec<u32>) -> bool {
         ids.clear();
@@ -69,12 +74,14 @@ impl<'a> Tokens<'a> {
     /// opaque.
     pub(crate) fn ids(self) -> impl Iterator<Item = u64> + 'a {
         let mut reader = Reader::new(if self.spelling == Spelling::Opaque { &[] } else { self.wire });
+        let mut left = self.len;
         let mut second = None;
         let mut first = true;
         std::iter::from_fn(move || {
             if let Some(id) = second.take() {
                 return Some(id);
             }
+            left = left.checked_sub(1)?;
             match reader.head().ok()? {
                 Head::Uint(id) => Some(id),
                 Head::Array(2) => {
@@ -135,6 +142,14 @@ mod tests {
         check(b"\x91\xcf\x00\x00\x00\x01\x00\x00\x00\x00", Ok((Spelling::Ids, 1, &[1 << 32])));
         check(b"\x92\x92\x05\x06\x92\x06\x07", Ok((Spelling::Bigrams, 2, &[5, 6, 7])));
         check(b"\x91\xdc\x00\x02\x05\x06", Ok((Spelling::Bigrams, 1, &[5, 6])));
+    }
+
+    #[test]
+    fn the_first_units_have_their_ids_alone() {
+        let of = |bytes| Tokens::read(&mut Reader::new(bytes)).unwrap().first(2).ids().collect::<Vec<_>>();
+        assert_eq!(of(b"\x93\x01\x02\x03"), [1, 2]);
+        assert_eq!(of(b"\x93\x92\x01\x02\x92\x02\x03\x92\x03\x04"), [1, 2, 3]);
+        assert_eq!(of(b"\x91\x07"), [7]);
     }
 
     #[test]

@@ -14,6 +14,7 @@ use shards::inventory::Writer;
 use shards::load::LoadTable;
 use shards::service::EndpointShared;
 
+use super::calibrate::Believed;
 use super::copies::Copies;
 use super::poller::Poller;
 use super::sockets::{Contexts, Frames};
@@ -44,6 +45,7 @@ pub(crate) enum Command {
 
 struct Service {
     block_tokens: u32,
+    believed: Option<Arc<Believed>>,
     writer: Writer,
     endpoints: BTreeMap<EndpointIndex, Endpoint>,
     /// Something was read since the counts of blocks were last told.
@@ -53,8 +55,8 @@ struct Service {
 }
 
 impl Service {
-    fn new(block_tokens: u32, writer: Writer) -> Self {
-        Service { block_tokens, writer, endpoints: BTreeMap::new(), touched: false, lacks_holder: false }
+    fn new(block_tokens: u32, believed: Option<Arc<Believed>>, writer: Writer) -> Self {
+        Service { block_tokens, believed, writer, endpoints: BTreeMap::new(), touched: false, lacks_holder: false }
     }
 
     /// Asks for the slots that some sources lack.
@@ -250,9 +252,10 @@ impl Worker {
     fn obey(&mut self, command: Command) -> bool {
         match command {
             Command::Add(sources, writer) => {
-                let (id, block_tokens) = (sources.id, sources.block_tokens);
+                let id = sources.id;
                 self.remove(id);
-                self.services.insert(id, Service::new(block_tokens, *writer));
+                let believed = sources.believed.clone();
+                self.services.insert(id, Service::new(sources.block_tokens, believed, *writer));
                 self.update(sources);
             }
             Command::Update(sources) => self.update(sources),
@@ -276,12 +279,13 @@ impl Worker {
 
     /// Makes the sources of a service those that are given; what is the same stays undisturbed.
     fn update(&mut self, sources: ServiceSources) {
-        let ServiceSources { id, block_tokens, endpoints } = sources;
+        let ServiceSources { id, block_tokens, believed, endpoints } = sources;
         let Some(service) = self.services.get_mut(&id) else { return };
-        let same_blocks = std::mem::replace(&mut service.block_tokens, block_tokens) == block_tokens;
+        let same_keys = service.block_tokens == block_tokens && service.believed == believed;
+        (service.block_tokens, service.believed) = (block_tokens, believed);
         let known: Vec<_> = service.endpoints.keys().copied().collect();
         for index in known {
-            if !same_blocks || !endpoints.iter().any(|endpoint| endpoint.index == index) {
+            if !same_keys || !endpoints.iter().any(|endpoint| endpoint.index == index) {
                 self.close_endpoint(id, index);
             }
         }
@@ -306,7 +310,7 @@ impl Worker {
             endpoint.shared = shared;
             return;
         }
-        let copies = Copies::new(ranks.len(), service.block_tokens, self.blocks_max);
+        let copies = Copies::new(ranks.len(), service.block_tokens, self.blocks_max, service.believed.as_ref());
         service.endpoints.insert(index, Endpoint { shared, copies, sources: Vec::new() });
         for from in ranks {
             self.open_source(id, index, &label, from);

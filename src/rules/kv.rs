@@ -1,9 +1,10 @@
 //! The KV-exact part of a rule.
 
+use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use shards::block::HashAlgo;
+use shards::block::{FIXED_SEED, HashAlgo};
 use shards::service::Engine;
 
 use crate::fields::{Fields, Report};
@@ -11,8 +12,6 @@ use crate::fields::{Fields, Report};
 use super::check::{ENGINE_DEFAULT, Facts};
 use super::{ChatTemplate, KvDefaults, KvRule, RANKS_MAX, SEED_BYTES_MAX};
 
-/// The seed that vLLM 0.29 and later use when their `PYTHONHASHSEED` is unset.
-pub(super) const SEED_UNSET: &str = "vllm-none-hash";
 /// Fewest tokens per block. vLLM has no smaller page; with less, the index outgrows the cache it mirrors.
 const BLOCK_TOKENS_MIN: i64 = 4;
 /// Most tokens per block.
@@ -63,11 +62,12 @@ pub(super) fn read(
     check_engine_options(fields, report, engine_name, zmq_port, ranks, facts);
     let kv = KvRule {
         block_tokens: read_block_tokens(fields, report),
-        algo,
+        algo: algo.unwrap_or(HashAlgo::Sha256Cbor),
+        algo_given: algo.is_some(),
         zmq_port: zmq_port as u16,
         warmup_sec: number(fields, report, "kvWarmupSec", 0, i32::MAX as i64, 30),
         ranks: ranks as u8,
-        seed: read_seed(fields, report).or_else(|| defaults.seed.clone()).unwrap_or_else(|| SEED_UNSET.to_owned()),
+        seed: read_seed(fields, report).or_else(|| defaults.seed.clone()).unwrap_or_else(|| FIXED_SEED.to_owned()),
         chat_template: read_template(fields, report),
         min_match_tokens: number(fields, report, "kvMinMatchTokens", 0, 4096, defaults.min_match_tokens),
         spill_relief: fields.flag(report, "kvSpillRelief").or(defaults.spill_relief).unwrap_or(true),
@@ -99,9 +99,8 @@ fn read_engine(fields: &mut Fields<'_>, report: &mut Report) -> (&'static str, E
     }
 }
 
-fn read_algo(fields: &mut Fields<'_>, report: &mut Report, engine: &str) -> HashAlgo {
-    let fallback = HashAlgo::Sha256Cbor;
-    let Some(name) = fields.text_set(report, "kvHashAlgo") else { return fallback };
+fn read_algo(fields: &mut Fields<'_>, report: &mut Report, engine: &str) -> Option<HashAlgo> {
+    let name = fields.text_set(report, "kvHashAlgo")?;
     let Some((_, owner, algo)) = ALGOS.iter().find(|(known, ..)| *known == name) else {
         let mut message = "kv-hash-algo must be one of \"sha256_cbor\", \"xxhash_cbor\", \"sha256_sglang\", \
                            \"blockhash_trtllm\""
@@ -114,7 +113,7 @@ fn read_algo(fields: &mut Fields<'_>, report: &mut Report, engine: &str) -> Hash
             _ => format!(", not {name:?}"),
         };
         fields.invalid(report, "kvHashAlgo", message);
-        return fallback;
+        return None;
     };
     if *owner != engine {
         let default = ENGINES.iter().find(|(known, ..)| *known == engine).map_or("", |(_, default, _)| default);
@@ -124,7 +123,7 @@ fn read_algo(fields: &mut Fields<'_>, report: &mut Report, engine: &str) -> Hash
         fields.invalid(report, "kvHashAlgo", message);
     }
     // A contract that is not built belongs to an engine that is not, which has been reported.
-    algo.unwrap_or(fallback)
+    *algo
 }
 
 fn read_ranks(fields: &mut Fields<'_>, report: &mut Report) -> i64 {
@@ -190,18 +189,25 @@ fn read_seed(fields: &mut Fields<'_>, report: &mut Report) -> Option<String> {
 
 fn read_template(fields: &mut Fields<'_>, report: &mut Report) -> Option<ChatTemplate> {
     let path = Path::new(fields.text_set(report, "kvChatTemplate")?);
-    let read = std::fs::metadata(path).and_then(|meta| {
-        if meta.len() > TEMPLATE_BYTES_MAX {
-            let message = format!("has {} bytes, at most {TEMPLATE_BYTES_MAX} are taken", meta.len());
-            return Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, message));
-        }
-        std::fs::read_to_string(path)
-    });
-    match read {
+    match read_bounded(path) {
         Ok(text) => Some(ChatTemplate { path: path.to_owned(), text: Arc::from(text) }),
         Err(error) => {
             fields.invalid(report, "kvChatTemplate", format!("cannot read {}: {error}", path.display()));
             None
         }
     }
+}
+
+/// The text of a regular file; devices and pipes would block or never end.
+fn read_bounded(path: &Path) -> std::io::Result<String> {
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is no regular file"));
+    }
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(TEMPLATE_BYTES_MAX + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > TEMPLATE_BYTES_MAX {
+        let message = format!("it has more than {TEMPLATE_BYTES_MAX} bytes");
+        return Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, message));
+    }
+    Ok(text)
 }

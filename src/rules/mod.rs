@@ -147,6 +147,8 @@ pub struct KvRule {
     pub block_tokens: u32,
     /// `kvHashAlgo`.
     pub algo: HashAlgo,
+    /// The rule names it; if not, an engine's own algorithm is taken over when it is seen.
+    pub algo_given: bool,
     /// `kvZmqPort`: event port of endpoints that name none; rank r is at the port + r.
     pub zmq_port: u16,
     /// `kvWarmupSec`: shown again; a block counts from the moment it is announced.

@@ -114,6 +114,7 @@ fn refusals_name_the_value_and_what_is_expected() {
         (json!({"kvBlockSize": "16"}), "kvBlockSize: expected a whole number, found a text (\"16\")"),
         (json!({"kvNoneHashSeed": "123456789012345678901234"}), "kvNoneHashSeed: has 24 bytes, at most 23"),
         (json!({"kvChatTemplate": "/nonexistent/chat.jinja"}), "kvChatTemplate: cannot read /nonexistent/chat.jinja"),
+        (json!({"kvChatTemplate": "/dev/zero"}), "kvChatTemplate: cannot read /dev/zero: it is no regular file"),
         (json!({"kvMeanLoadFactor": 99}), "kvMeanLoadFactor: 99 is not within 100 to 1000"),
         (json!({"pdBootstrapPort": 8998}), "pd-bootstrap-port requires pd_disagg_mode=true and kv-engine-type sglang"),
         (json!({"protocol": "udp"}), "protocol: \"udp\" is refused"),

@@ -87,6 +87,8 @@ pub struct View {
     pub entries: Vec<Arc<Entry>>,
     /// Shards.
     pub shards: Vec<ShardView>,
+    /// Whether the process is on its way out.
+    pub draining: bool,
 }
 
 impl View {
@@ -96,10 +98,11 @@ impl View {
         self.entries.iter().find(|entry| entry.id == id)
     }
 
-    /// Whether a rule has an endpoint that requests may go to.
+    /// Whether new requests are taken, and a rule has an endpoint that they may go to.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        self.entries.iter().any(|entry| entry.service.endpoints.iter().any(|endpoint| endpoint.is_candidate()))
+        !self.draining
+            && self.entries.iter().any(|entry| entry.service.endpoints.iter().any(|endpoint| endpoint.is_candidate()))
     }
 }
 
@@ -179,7 +182,8 @@ impl Supervisor {
         let loads = Arc::new(LoadTable::new(plan.shards.len(), LOAD_SLOTS));
         let (parts, models_changed) = Parts::start(config, plan, &loads)?;
         let (requests_in, requests) = mpsc::channel(REQUESTS_MAX);
-        let (view, view_out) = watch::channel(Arc::new(View { entries: Vec::new(), shards: parts.shards.views() }));
+        let (view, view_out) =
+            watch::channel(Arc::new(View { entries: Vec::new(), shards: parts.shards.views(), draining: false }));
         let control = Control {
             requests: requests_in,
             view: view_out,
@@ -221,6 +225,10 @@ impl Supervisor {
             }
         }
         drop(background);
+        // From here on whoever asks for a change hears that the process stops.
+        self.requests.close();
+        let entries = self.registry.entries().to_vec();
+        self.view.send_replace(Arc::new(View { entries, shards: self.parts.shards.views(), draining: true }));
         info!(timeout_ms = self.drain_timeout.as_millis() as u64, "draining: no new connections");
         self.listeners.clear();
         self.parts.stop(self.drain_timeout).await;
@@ -372,6 +380,6 @@ impl Supervisor {
         let entries = self.registry.entries().to_vec();
         self.parts.ingest.set_load_slots(self.registry.slots_used());
         self.parts.models.set_wanted(&entries);
-        self.view.send_replace(Arc::new(View { entries, shards: self.parts.shards.views() }));
+        self.view.send_replace(Arc::new(View { entries, shards: self.parts.shards.views(), draining: false }));
     }
 }

@@ -1,9 +1,10 @@
 //! Names of endpoints into addresses.
 
-use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::time::Duration;
+
+use tokio::task::JoinSet;
 
 use crate::rules::{Host, Rule};
 
@@ -13,37 +14,40 @@ pub(super) const PERIOD: Duration = Duration::from_secs(5);
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The address of every endpoint of the rule; none where a name has no address. `known` are the addresses so far:
-/// a name that still has its address keeps it, however many others it has got.
+/// a name that still has its address keeps it, however many others it has got. All names are looked up at once.
 pub(super) async fn resolve(rule: &Rule, known: &[Option<SocketAddr>]) -> Vec<Option<SocketAddr>> {
-    let mut addresses = Vec::with_capacity(rule.endpoints.len());
-    let mut names: HashMap<(&str, u16), Vec<SocketAddr>> = HashMap::new();
-    for (at, endpoint) in rule.endpoints.iter().enumerate() {
-        let address = match &endpoint.host {
+    let mut questions = JoinSet::new();
+    let mut asked = HashSet::new();
+    for endpoint in &rule.endpoints {
+        if let Host::Name(name) = &endpoint.host
+            && asked.insert((name.clone(), endpoint.port))
+        {
+            questions.spawn(look_up(name.clone(), endpoint.port));
+        }
+    }
+    let found: HashMap<(String, u16), Vec<SocketAddr>> = questions.join_all().await.into_iter().collect();
+    let address = |at: usize| {
+        let endpoint = &rule.endpoints[at];
+        match &endpoint.host {
             Host::Ip(ip) => Some(SocketAddr::new(*ip, endpoint.port)),
             Host::Name(name) => {
-                let found = match names.entry((name, endpoint.port)) {
-                    Entry::Occupied(known) => known.into_mut(),
-                    Entry::Vacant(unknown) => unknown.insert(look_up(name, endpoint.port).await),
-                };
+                let found = found.get(&(name.clone(), endpoint.port))?;
                 let before = known.get(at).copied().flatten();
                 before.filter(|address| found.contains(address)).or_else(|| found.first().copied())
             }
-        };
-        addresses.push(address);
-    }
-    addresses
+        }
+    };
+    (0..rule.endpoints.len()).map(address).collect()
 }
 
-async fn look_up(name: &str, port: u16) -> Vec<SocketAddr> {
-    match tokio::time::timeout(TIMEOUT, tokio::net::lookup_host((name, port))).await {
-        Ok(Ok(addresses)) => {
-            let mut addresses: Vec<SocketAddr> = addresses.collect();
-            // IPv4 first, as engines listen at 0.0.0.0 unless told otherwise.
-            addresses.sort_by_key(|address| (address.is_ipv6(), *address));
-            addresses
-        }
+async fn look_up(name: String, port: u16) -> ((String, u16), Vec<SocketAddr>) {
+    let mut addresses = match tokio::time::timeout(TIMEOUT, tokio::net::lookup_host((name.as_str(), port))).await {
+        Ok(Ok(addresses)) => addresses.collect(),
         Ok(Err(_)) | Err(_) => Vec::new(),
-    }
+    };
+    // IPv4 first, as engines listen at 0.0.0.0 unless told otherwise.
+    addresses.sort_by_key(|address: &SocketAddr| (address.is_ipv6(), *address));
+    ((name, port), addresses)
 }
 
 /// Two endpoints whose names lead to one address: their requests and events could not be told apart.

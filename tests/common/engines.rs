@@ -141,6 +141,6 @@ impl Publisher {
 
 /// Bytes of a hex string.
 pub fn unhex(text: &str) -> Vec<u8> {
-    assert!(text.len() % 2 == 0, "hex has two digits a byte: {text:?}");
+    assert!(text.len().is_multiple_of(2), "hex has two digits a byte: {text:?}");
     (0..text.len()).step_by(2).map(|i| u8::from_str_radix(&text[i..i + 2], 16).expect("hex digits")).collect()
 }

@@ -76,6 +76,12 @@ impl EngineProcess {
         wait_for("the engine is healthy", || client::call(address, "GET", "/health", b"").ok());
     }
 
+    /// Gives it another argument from its next start on.
+    pub fn replace_argument(&mut self, old: &str, new: &str) {
+        assert!(self.arguments.contains(old), "{old:?} is an argument of {:?}", self.arguments);
+        self.arguments = self.arguments.replace(old, new);
+    }
+
     /// A number from its `/debug/stats`.
     pub fn stat(&self, name: &str) -> u64 {
         client::get(self.address, "/debug/stats").json()[name].as_u64().unwrap_or_else(|| panic!("no {name}"))

@@ -7,7 +7,8 @@
 //! A caller says which [`Contract`] an engine follows and what a request carries beyond its tokens
 //! ([`PromptExtras`]), and feeds tokens to a [`KeyStream`], which gives back one key per full block. Below it lie the
 //! chains themselves, for those who hash the tokens of one event at a time: [`Chain`] (vLLM), [`PageChain`] (SGLang,
-//! and our own keys for TensorRT-LLM), [`trtllm::V1Block`].
+//! and our own keys for TensorRT-LLM), [`trtllm::V1Block`], [`DerivedChain`] (the gateway's
+//! own keys for engines whose keys cannot be reproduced).
 //!
 //! | engine | reproduced | not reproducible, and recognised |
 //! |---|---|---|
@@ -20,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 mod cbor;
+mod derived;
 mod digest;
 mod emit;
 mod pages;
@@ -33,6 +35,7 @@ pub mod trtllm;
 mod vectors;
 pub mod vllm;
 
+pub use derived::DerivedChain;
 pub use pages::PageChain;
 pub use prompt_extras::{ContractError, EmbedRows, Lora, MmItem, PromptExtras};
 pub use release::Release;

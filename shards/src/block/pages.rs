@@ -82,10 +82,11 @@ fn bigrams<T: Copy>(tokens: &[T]) -> impl Iterator<Item = T> {
     tokens.windows(2).flat_map(|pair| [pair[0], pair[1]])
 }
 
-struct Page<'a, I> {
-    prior: &'a [u8],
-    mark: Option<u8>,
-    elements: I,
+/// One page, encoded as it is hashed: what goes before it, its mark, its tokens.
+pub(super) struct Page<'a, I> {
+    pub(super) prior: &'a [u8],
+    pub(super) mark: Option<u8>,
+    pub(super) elements: I,
 }
 
 impl<const N: usize, I: Iterator<Item = [u8; N]>> ChunkWriter for Page<'_, I> {

@@ -2,6 +2,7 @@
 
 use std::num::NonZeroU32;
 
+use super::derived::DerivedChain;
 use super::pages::PageChain;
 use super::prompt_extras::{ContractError, PromptExtras};
 use super::vllm::{BlockExtras, Chain, Extras, NoneHash, Tagging};
@@ -26,6 +27,8 @@ pub enum Contract {
     TrtllmTokens,
     /// TensorRT-LLM's own keys (`v1_block_key`).
     TrtllmV1,
+    /// The gateway's own keys for any engine whose keys cannot be reproduced.
+    Derived,
 }
 
 /// The keys of one prompt, made block by block as its tokens come in, in pieces of whatever length.
@@ -50,6 +53,7 @@ enum State {
     Sglang { chain: PageChain, bigrams: bool, namespace: Option<sglang::Namespace> },
     TrtllmTokens(PageChain),
     TrtllmV1 { parent: u64, lora: Option<u64>, salt: Option<u64> },
+    Derived(DerivedChain),
 }
 
 impl KeyStream {
@@ -69,12 +73,12 @@ impl KeyStream {
                 (State::Sglang { chain, bigrams, namespace: contract.namespace(extras)? }, usize::from(bigrams))
             }
             Contract::TrtllmTokens => {
-                no_items(extras)?;
-                match (&extras.lora, extras.salt()) {
-                    (None, None) => (State::TrtllmTokens(PageChain::root()), 0),
-                    (Some(_), _) => return Err(ContractError::Unkeyed { what: "LoRA adapter" }),
-                    (None, Some(_)) => return Err(ContractError::Unkeyed { what: "cache salt" }),
-                }
+                tokens_alone(extras)?;
+                (State::TrtllmTokens(PageChain::root()), 0)
+            }
+            Contract::Derived => {
+                tokens_alone(extras)?;
+                (State::Derived(DerivedChain::root()), 0)
             }
             Contract::TrtllmV1 => {
                 no_items(extras)?;
@@ -116,6 +120,16 @@ impl KeyStream {
     }
 }
 
+/// Refuses whatever is more than tokens.
+fn tokens_alone(extras: &PromptExtras) -> Result<(), ContractError> {
+    no_items(extras)?;
+    match (&extras.lora, extras.salt()) {
+        (None, None) => Ok(()),
+        (Some(_), _) => Err(ContractError::Unkeyed { what: "LoRA adapter" }),
+        (None, Some(_)) => Err(ContractError::Unkeyed { what: "cache salt" }),
+    }
+}
+
 /// Refuses what no TensorRT-LLM key can be made for from a prompt alone.
 fn no_items(extras: &PromptExtras) -> Result<(), ContractError> {
     match () {
@@ -142,6 +156,7 @@ impl State {
                 namespace.map_or(key, |namespace| namespace.published(key))
             }
             State::TrtllmTokens(chain) => chain.push(window),
+            State::Derived(chain) => chain.push(window),
             State::TrtllmV1 { parent, lora, salt } => {
                 let plain = trtllm::V1Block::default();
                 let block = trtllm::V1Block { parent: *parent, tokens: window, lora: *lora, salt: *salt, ..plain };
@@ -190,11 +205,11 @@ mod tests {
             let format = if dynamo { sglang::EventFormat::Dynamo } else { sglang::EventFormat::Default };
             Contract::Sglang(sglang::Contract::new(Release::new(0, 5, 23), bigrams, format).expect("a chain"))
         });
-        let trtllm = prop_oneof![Just(Contract::TrtllmTokens), Just(Contract::TrtllmV1)];
+        let trtllm = prop_oneof![Just(Contract::TrtllmTokens), Just(Contract::TrtllmV1), Just(Contract::Derived)];
         (prop_oneof![vllm, sglang, trtllm], any::<bool>(), any::<bool>()).prop_map(|(contract, salted, adapted)| {
             let lora = Lora { name: "sql".into(), path: Some("/sql".into()), id: Some(3) };
             let adapted = adapted && matches!(contract, Contract::Vllm { .. } | Contract::TrtllmV1);
-            let salted = salted && contract != Contract::TrtllmTokens;
+            let salted = salted && !matches!(contract, Contract::TrtllmTokens | Contract::Derived);
             let cache_salt = salted.then(|| "s3cr3t".to_owned());
             (contract, PromptExtras { lora: adapted.then_some(lora), cache_salt, ..PromptExtras::default() })
         })
@@ -252,7 +267,7 @@ mod tests {
         let eagle = sglang::Contract::new(Release::new(0, 5, 7), true, sglang::EventFormat::Default);
         let eagle = Contract::Sglang(eagle.expect("a chain"));
         assert_eq!([32, 33, 34].map(|tokens| count(&eagle, tokens)), [1, 2, 2]);
-        assert_eq!(count(&Contract::TrtllmTokens, 32), 2);
+        assert_eq!([Contract::TrtllmTokens, Contract::Derived].map(|contract| count(&contract, 32)), [2, 2]);
     }
 
     #[test]

@@ -20,7 +20,7 @@ use std::sync::Arc;
 pub use meter::{Meter, now_ns, over_budget, visit_ns, visits};
 pub use read_ahead::{End, ReadAhead};
 pub use ring::{Refusal, Ring, Rung};
-pub use ticket::Ticket;
+pub use ticket::{SLICE_BUDGET_NS, Ticket};
 pub use turn::turn;
 
 /// Starts a task on the calling shard; a panic in it ends it, is counted in the shard's [`Meter`] and logged.
@@ -47,4 +47,12 @@ where
     let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ring.block_on(meter::Watched::new(main))));
     meter::leave();
     ended.and_then(|result| result)
+}
+
+/// Gives way once the shard has worked for its budget: for loops over operations that may each be done at once, as
+/// reads and writes are on epoll while the peer keeps up.
+pub async fn breathe() {
+    if over_budget(SLICE_BUDGET_NS) {
+        turn().await;
+    }
 }

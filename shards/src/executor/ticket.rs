@@ -44,9 +44,7 @@ impl Ticket {
     /// Waits for the ticket. A task that stops waiting leaves the line.
     pub async fn take(&self) -> TicketGuard {
         let guard = if self.0.held.replace(true) { self.wait().await } else { TicketGuard(Rc::clone(&self.0)) };
-        if over_budget(SLICE_BUDGET_NS) {
-            turn().await;
-        }
+        super::breathe().await;
         guard
     }
 
@@ -88,6 +86,9 @@ impl TicketGuard {
     /// Between two slices of long work: gives way once the shard has worked for its budget.
     pub async fn breathe(&self) {
         if over_budget(SLICE_BUDGET_NS) {
+            // Twice: on a ring, passing a piece on takes a visit for its read and another for its write, and neither
+            // should cost a neighbour a slice.
+            turn().await;
             turn().await;
         }
     }

@@ -53,7 +53,9 @@ pub struct RequestHead {
     pub keep_alive: bool,
     /// The client waits for `100 Continue` before it sends the body.
     pub expects_continue: bool,
-    /// The client asks for another protocol.
+    /// The method is HEAD: the answer has no body.
+    pub is_head: bool,
+    /// The client asks for a web socket. Offers of other protocols are passed over: the request stands without them.
     pub upgrade: bool,
     /// Value of `Host`.
     pub host: Option<Span>,
@@ -135,9 +137,14 @@ fn read(head: &[u8], parsed: &httparse::Request<'_, '_>) -> Result<RequestHead, 
         target: span(target),
         path: path_of(span(target), target),
         is_http10: version == 0,
+        is_head: method == "HEAD",
         keep_alive: version == 1,
         ..RequestHead::default()
     };
+    if request.method.start > 0 {
+        // Empty lines before the request, which some clients send after a body.
+        request.dropped.push(Span { start: 0, end: request.method.start });
+    }
     if !head.ends_with(b"\r\n\r\n") {
         return Err(HeadError::Malformed("a line that does not end in CR LF"));
     }
@@ -196,7 +203,7 @@ fn read_headers(head: &[u8], headers: &[httparse::Header<'_>], request: &mut Req
             }
             request.dropped.push(line.span);
         } else if is("upgrade") {
-            request.upgrade = true;
+            request.upgrade = lines::tokens(line.value).any(|token| token.eq_ignore_ascii_case(b"websocket"));
             request.dropped.push(line.span);
         } else if lines::is_hop_by_hop(line.name) || is("trailer") {
             // The trailer section itself is not forwarded: the engine gets the decoded body with its length.
@@ -338,6 +345,7 @@ mod tests {
         assert_eq!(text(request.path, head), "/v1/x");
         assert!(request.expects_continue);
         assert_eq!(request.len, head.len());
+        assert_eq!(request.dropped[0], Span { start: 0, end: 2 });
     }
 
     #[test]

@@ -8,6 +8,10 @@
 //! A side is at least 256 segments, each a table from key to set of holders. Segments grow one per publish, ahead of
 //! need, because a table that grows stands still while it moves: one table of 4 M keys was measured at 126 ms.
 //!
+//! A holder is in one key space: the service's own (keys by the rule's contract), or another, whose contract and block
+//! size stand in the table ([`Space`]) for as long as a holder is in it. A walk looks at the holders of one space, so
+//! that equal keys of two spaces never mix.
+//!
 //! A holder is a slot number. Keys name slots, and slots name endpoint, rank and eligibility, so that masking or
 //! clearing a cache of a million keys is one change of one slot. The keys of a retired slot are swept segment by
 //! segment; only then may the slot name someone else.
@@ -22,12 +26,35 @@ mod walk;
 mod writer;
 
 use std::hash::{BuildHasher, RandomState};
+use std::num::NonZeroU32;
 
+use crate::block::Contract;
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
 use sets::INLINE_MAX;
 use table::{SlotState, Table};
 pub use walk::Walk;
 pub use writer::{HOLDERS_MAX, OPS_PER_PUBLISH_MAX, PENDING_MAX, Writer};
+
+/// Key spaces of one inventory, the service's own included. A holder beyond them finds no place and is not routed by.
+pub const SPACES_MAX: usize = 4;
+
+/// How the keys of some holders are made, where it is not the rule's way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Space {
+    /// What turns tokens into keys.
+    pub contract: Contract,
+    /// Tokens per block.
+    pub block_tokens: NonZeroU32,
+}
+
+/// A key space inside an inventory; 0 is the service's own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpaceIndex(u8);
+
+impl SpaceIndex {
+    /// The service's own: the rule's contract and block size.
+    pub const OWN: SpaceIndex = SpaceIndex(0);
+}
 
 /// Sizes of one inventory.
 #[derive(Clone, Debug)]
@@ -115,6 +142,11 @@ impl Guard<'_> {
             rank: slot.rank,
             eligible: slot.state == SlotState::Eligible,
         })
+    }
+
+    /// The spaces beside the service's own that have holders now: empty for most services.
+    pub fn other_spaces(&self) -> impl Iterator<Item = (SpaceIndex, Space)> + '_ {
+        self.0.other_spaces()
     }
 
     /// Number of segments, for [`Guard::segment_keys`].

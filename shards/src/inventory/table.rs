@@ -7,6 +7,7 @@ use hashbrown::HashTable;
 use hashbrown::hash_table::Entry as TableEntry;
 
 use super::sets::{SetRef, Sets};
+use super::{SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
 
 /// Fewest segments of a side.
@@ -25,7 +26,9 @@ pub(super) enum Op {
     /// The holder no longer has the key.
     Remove { key: BlockKey, holder: HolderIndex },
     /// The slot belongs to a new holder.
-    Add { holder: HolderIndex, endpoint: EndpointIndex, rank: Rank },
+    Add { holder: HolderIndex, endpoint: EndpointIndex, rank: Rank, space: SpaceIndex },
+    /// What a space that nobody is in means from now on.
+    Define { index: SpaceIndex, space: Space },
     /// The holder's blocks count, or do not.
     Eligible { holder: HolderIndex, eligible: bool },
     /// The holder is no more; its keys are swept later.
@@ -41,6 +44,7 @@ pub(super) enum Op {
 pub(super) struct Slot {
     pub(super) endpoint: EndpointIndex,
     pub(super) rank: Rank,
+    pub(super) space: SpaceIndex,
     /// Changes whenever what a walk has seen of the holder stops being worth anything.
     pub(super) generation: u32,
     pub(super) state: SlotState,
@@ -67,6 +71,13 @@ struct Entry {
     set: SetRef,
 }
 
+/// A key space and how many slots in use are in it.
+#[derive(Clone, Copy, Debug, Default)]
+struct SpaceSlot {
+    space: Option<Space>,
+    holders: u32,
+}
+
 /// One side.
 #[derive(Clone, Debug)]
 pub(super) struct Table {
@@ -75,6 +86,8 @@ pub(super) struct Table {
     segments: Box<[HashTable<Entry>]>,
     pub(super) sets: Sets,
     slots: Vec<Slot>,
+    /// By number; the first, the service's own, is unknown here.
+    spaces: [SpaceSlot; SPACES_MAX],
     /// Changes with every change of a slot.
     pub(super) slots_version: u64,
 }
@@ -87,6 +100,7 @@ impl Table {
             segments: (0..segments).map(|_| HashTable::new()).collect(),
             sets: Sets::new(),
             slots: Vec::new(),
+            spaces: [SpaceSlot::default(); SPACES_MAX],
             slots_version: 0,
         }
     }
@@ -97,6 +111,12 @@ impl Table {
 
     pub(super) fn slot(&self, holder: u16) -> Option<&Slot> {
         self.slots.get(usize::from(holder)).filter(|slot| slot.state != SlotState::Retired)
+    }
+
+    /// The spaces beside the service's own that somebody is in.
+    pub(super) fn other_spaces(&self) -> impl Iterator<Item = (SpaceIndex, Space)> + '_ {
+        let used = self.spaces.iter().enumerate().filter(|(_, slot)| slot.holders > 0);
+        used.filter_map(|(index, slot)| Some((SpaceIndex(index as u8), slot.space?)))
     }
 
     /// The holders of a key.
@@ -130,20 +150,29 @@ impl Table {
         match op {
             Op::Store { key, holder } => self.store(key, holder.0),
             Op::Remove { key, holder } => self.remove(key, holder.0),
-            Op::Add { holder, endpoint, rank } => {
-                let unused = Slot { endpoint, rank, generation: 0, state: SlotState::Retired };
+            Op::Define { index, space } => {
+                let slot = &mut self.spaces[usize::from(index.0)];
+                assert_eq!(slot.holders, 0, "a space in use keeps its meaning");
+                slot.space = Some(space);
+            }
+            Op::Add { holder, endpoint, rank, space } => {
+                let unused = Slot { endpoint, rank, space, generation: 0, state: SlotState::Retired };
                 if self.slots.len() <= holder.index() {
                     self.slots.resize(holder.index() + 1, unused);
                 }
                 let slot = &mut self.slots[holder.index()];
                 assert_eq!(slot.state, SlotState::Retired, "a slot in use is not given away");
-                *slot = Slot { endpoint, rank, generation: slot.generation + 1, state: SlotState::Eligible };
+                *slot = Slot { endpoint, rank, space, generation: slot.generation + 1, state: SlotState::Eligible };
+                self.spaces[usize::from(space.0)].holders += 1;
                 self.slots_version += 1;
             }
             Op::Eligible { holder, eligible } => {
                 self.set_state(holder, if eligible { SlotState::Eligible } else { SlotState::Masked });
             }
-            Op::Retire { holder } => self.set_state(holder, SlotState::Retired),
+            Op::Retire { holder } => {
+                self.set_state(holder, SlotState::Retired);
+                self.spaces[usize::from(self.slots[holder.index()].space.0)].holders -= 1;
+            }
             Op::Sweep { segment } => self.sweep(segment as usize),
             Op::Rebuild { segment } => self.rebuild(segment as usize),
         }

@@ -444,3 +444,54 @@ proptest! {
         drop(held);
     }
 }
+
+fn derived(block_tokens: u32) -> Space {
+    Space { contract: Contract::Derived, block_tokens: NonZeroU32::new(block_tokens).expect("above 0") }
+}
+
+#[test]
+fn a_walk_sees_the_holders_of_its_own_key_space_alone() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let own = writer.add_holder(EndpointIndex(0), Rank(0)).unwrap();
+    let space = writer.space(derived(32)).expect("there is room");
+    let other = writer.add_holder_in(space, EndpointIndex(1), Rank(0)).unwrap();
+    for key in 0..4 {
+        writer.store(BlockKey(key), own);
+        writer.store(BlockKey(key), other);
+    }
+    publish_all(&mut writer);
+    let reader = factory.reader();
+    let guard = reader.enter().unwrap();
+    assert_eq!(runs(&guard, &keys(0..4)), BTreeMap::from([((0, 0), 4)]));
+    let mut walk = Walk::in_space(space);
+    guard.advance(&mut walk, &keys(0..4));
+    assert_eq!(by_holder(&walk, &guard), BTreeMap::from([((1, 0), 4)]));
+    assert_eq!(guard.other_spaces().collect::<Vec<_>>(), [(space, derived(32))]);
+    assert_eq!(dump(&guard, 1), (0..4).collect(), "the dump shows every endpoint's keys");
+}
+
+#[test]
+fn a_key_space_is_there_while_somebody_is_in_it_and_its_number_is_used_again_afterwards() {
+    let (mut writer, factory) = new(&OPTIONS);
+    let reader = factory.reader();
+    let spaces =
+        || reader.enter().unwrap().other_spaces().map(|(_, space)| space.block_tokens.get()).collect::<Vec<_>>();
+    let enter = |writer: &mut Writer, size| {
+        let space = writer.space(derived(size))?;
+        writer.add_holder_in(space, EndpointIndex(0), Rank(0))
+    };
+    let holders: Vec<_> = (1..SPACES_MAX as u32).map(|size| enter(&mut writer, size).expect("there is room")).collect();
+    assert_eq!(enter(&mut writer, 99), None, "there is no room for another");
+    assert_eq!(writer.space(derived(1)), writer.space(derived(1)), "a space that is there is found");
+    publish_all(&mut writer);
+    assert_eq!(spaces(), [1, 2, 3]);
+    // Leaving and coming in one publish, without a moment between.
+    writer.retire_holder(holders[1]);
+    let again = enter(&mut writer, 99).expect("its room is free");
+    publish_all(&mut writer);
+    assert_eq!(spaces(), [1, 99, 3]);
+    writer.retire_holder(again);
+    holders.iter().step_by(2).for_each(|holder| writer.retire_holder(*holder));
+    publish_all(&mut writer);
+    assert_eq!(spaces(), [0; 0]);
+}

@@ -7,8 +7,8 @@
 //! the last one (see [`super::sets`]) changes nothing and costs one comparison.
 
 use super::sets::{INLINE_MAX, SetRef};
-use super::table::{SlotState, Table};
-use super::{Guard, Run};
+use super::table::{Slot, SlotState, Table};
+use super::{Guard, Run, SpaceIndex};
 use crate::ids::BlockKey;
 
 /// Keys looked up before their sets are looked at, so that the memory accesses overlap.
@@ -20,6 +20,8 @@ const ALL: u32 = u32::MAX;
 /// meets more holders than ever before.
 #[derive(Debug, Default)]
 pub struct Walk {
+    /// Whose holders are looked at.
+    space: SpaceIndex,
     /// Holders that had block 0, by number.
     members: Vec<Member>,
     /// Those of them that have every key so far, by number.
@@ -45,6 +47,12 @@ struct Alive {
 }
 
 impl Walk {
+    /// A walk among the holders of a key space; the default is the service's own.
+    #[must_use]
+    pub fn in_space(space: SpaceIndex) -> Self {
+        Walk { space, ..Walk::default() }
+    }
+
     /// Forgets everything but the memory: the next key shown is block 0.
     pub fn restart(&mut self) {
         self.members.clear();
@@ -120,7 +128,8 @@ impl Walk {
     fn begin(&mut self, table: &Table, key: BlockKey) -> bool {
         self.slots_version = table.slots_version;
         for &holder in table.sets.holders(table.find(key), &mut [0; INLINE_MAX]) {
-            let Some(slot) = table.slot(holder).filter(|slot| slot.state == SlotState::Eligible) else { continue };
+            let counts = |slot: &&Slot| slot.state == SlotState::Eligible && slot.space == self.space;
+            let Some(slot) = table.slot(holder).filter(counts) else { continue };
             self.alive.push(Alive { holder, member: self.members.len() as u16 });
             self.members.push(Member { holder, generation: slot.generation, blocks: ALL });
         }

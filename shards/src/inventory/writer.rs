@@ -11,6 +11,7 @@
 use std::collections::VecDeque;
 
 use super::table::{Op, Table};
+use super::{SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
 
 /// Stores and removals that go into one publish; a segment must be able to take its share of them between the moment
@@ -39,6 +40,8 @@ pub struct Writer {
     /// Operations given to `handle` and not yet published.
     staged: usize,
     slots: Vec<WriterSlot>,
+    /// What each space beside the service's own means.
+    spaces: [Option<Space>; SPACES_MAX],
     free: Vec<HolderIndex>,
     /// Retired holders whose slots are not free yet, oldest first.
     retiring: VecDeque<Retiring>,
@@ -71,6 +74,7 @@ enum Queued {
 struct WriterSlot {
     in_use: bool,
     eligible: bool,
+    space: SpaceIndex,
     flips: u32,
 }
 
@@ -92,6 +96,7 @@ impl Writer {
             drained: 0,
             staged: 0,
             slots: Vec::new(),
+            spaces: [None; SPACES_MAX],
             free: Vec::new(),
             retiring: VecDeque::new(),
             segments: segments as u64,
@@ -102,9 +107,28 @@ impl Writer {
         }
     }
 
-    /// A slot for one (endpoint, rank) cache, eligible, holding nothing; none when all 65,535 are taken.
+    /// A slot for one (endpoint, rank) cache in the service's own key space, eligible, holding nothing; none when all
+    /// 65,535 are taken.
     pub fn add_holder(&mut self, endpoint: EndpointIndex, rank: Rank) -> Option<HolderIndex> {
-        let slot = WriterSlot { in_use: true, eligible: true, flips: 0 };
+        self.add_holder_in(SpaceIndex::OWN, endpoint, rank)
+    }
+
+    /// The number of a key space; none when [`SPACES_MAX`] others have holders.
+    pub fn space(&mut self, space: Space) -> Option<SpaceIndex> {
+        if let Some(known) = self.spaces.iter().position(|known| *known == Some(space)) {
+            return Some(SpaceIndex(known as u8));
+        }
+        let in_use = |index: usize| self.slots.iter().any(|slot| slot.in_use && usize::from(slot.space.0) == index);
+        let index = (1..SPACES_MAX).find(|&index| !in_use(index))?;
+        self.spaces[index] = Some(space);
+        let index = SpaceIndex(index as u8);
+        self.urgent.push(Op::Define { index, space });
+        Some(index)
+    }
+
+    /// As [`add_holder`](Writer::add_holder), in a key space that [`space`](Writer::space) has given.
+    pub fn add_holder_in(&mut self, space: SpaceIndex, endpoint: EndpointIndex, rank: Rank) -> Option<HolderIndex> {
+        let slot = WriterSlot { in_use: true, eligible: true, space, flips: 0 };
         let holder = match self.free.pop() {
             Some(holder) => {
                 self.slots[holder.index()] = slot;
@@ -116,7 +140,7 @@ impl Writer {
             }
             None => return None,
         };
-        self.urgent.push(Op::Add { holder, endpoint, rank });
+        self.urgent.push(Op::Add { holder, endpoint, rank, space });
         Some(holder)
     }
 

@@ -12,7 +12,7 @@ use tokenizers::pipeline::PipelineToken;
 use super::body::{self, BodyView};
 use super::model::Model;
 use super::{Api, chat, json};
-use crate::block::{Chain, HashAlgo, NoneHash};
+use crate::block::{Chain, HashAlgo, KeyStream, NoneHash};
 use crate::ids::BlockKey;
 use crate::service::MissReason;
 
@@ -36,8 +36,23 @@ pub struct Job<'a> {
     scratch: Vec<PipelineToken>,
     keys: Vec<BlockKey>,
     taken: usize,
+    /// Streams beside the job's own that are fed the same tokens.
+    others: Vec<Other>,
     tokens: u64,
     bytes_done: u64,
+}
+
+/// A further stream of keys and what it made since it was last asked.
+#[derive(Debug)]
+struct Other {
+    stream: KeyStream,
+    keys: Vec<BlockKey>,
+}
+
+impl Other {
+    fn feed(&mut self, mut tokens: &[u32]) {
+        self.keys.extend(std::iter::from_fn(|| self.stream.next_key(&mut tokens)));
+    }
 }
 
 /// What is still to be done.
@@ -122,8 +137,23 @@ impl<'a> Job<'a> {
             scratch: Vec::new(),
             keys: Vec::new(),
             taken: 0,
+            others: Vec::new(),
             bytes_done: 0,
         })
+    }
+
+    /// Makes the keys of another stream too, from the first token on; to be asked for before the first step. Its
+    /// keys come from [`take_other_keys`](Job::take_other_keys), the streams counted in this order.
+    pub fn also(&mut self, stream: KeyStream) {
+        let mut other = Other { stream, keys: Vec::new() };
+        other.feed(&self.pending);
+        self.others.push(other);
+    }
+
+    /// Keys that a stream beside the job's own made since the last call, moved into `keys`.
+    pub fn take_other_keys(&mut self, stream: usize, keys: &mut Vec<BlockKey>) {
+        keys.clear();
+        keys.append(&mut self.others[stream].keys);
     }
 
     /// Does one slice (well under 1 ms of work, see [`SLICE_BYTES`]).
@@ -159,6 +189,9 @@ impl<'a> Job<'a> {
             }
         }
         self.tokens += (self.pending.len() - before) as u64;
+        for other in &mut self.others {
+            other.feed(&self.pending[before..]);
+        }
         self.hash_full_blocks();
         Ok(if matches!(self.source, Source::Done) { Step::Done } else { Step::More })
     }

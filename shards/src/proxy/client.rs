@@ -14,7 +14,7 @@ use monoio::net::TcpStream;
 use super::answer::Refusal;
 use super::upstream::write_all;
 use super::watch::{Interrupt, Place, Watch, guarded};
-use crate::executor::{End, ReadAhead};
+use crate::executor::{End, ReadAhead, breathe};
 use crate::http::request::{self, HeadError, HeadLimits};
 use crate::http::{Dechunker, RequestBody, RequestHead};
 use crate::limits::Limits;
@@ -193,6 +193,7 @@ impl Client {
                     continue;
                 }
             }
+            breathe().await;
             self.watch().arm(Some(limits.body_timeout));
             self.fill().await.map_err(Stop::incoming)?;
             bytes = self.reader.bytes();

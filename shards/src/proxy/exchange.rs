@@ -22,6 +22,10 @@ use crate::service::{Endpoint, count};
 /// Endpoints that one request may find dead; beyond it the request is refused. Each costs up to a connect time-out.
 const CONNECTS_MAX: usize = 16;
 
+/// Times a request may be sent: on a kept connection that turns out to be dead, on a fresh one to the same endpoint that
+/// dies with its process, and to another endpoint. Not more, or a request that kills engines would kill them all.
+const SENDS_MAX: u32 = 3;
+
 /// What becomes of the client connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
@@ -66,8 +70,7 @@ async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Ro
         }
     };
     let resendable = is_resendable(&view);
-    let to_head = view.method() == "HEAD";
-    let mut attempt = Attempt { proxy, local, request, from: None, sends: 0, resendable, to_head };
+    let mut attempt = Attempt { proxy, local, request, from: None, sends: 0, resendable, began: false };
     let outcome = attempt.run(client, &score).await;
     let request = attempt.request;
     match outcome {
@@ -88,8 +91,7 @@ async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Ro
 
 async fn refuse(proxy: &Proxy, client: &mut Client, request: &Request, refusal: &Refusal) -> Next {
     let keep_alive = request.head.keep_alive && !proxy.draining.get();
-    let to_head = request.head.method.end - request.head.method.start == 4 && request.bytes.starts_with(b"HEAD");
-    let answer = refusal.to_bytes(keep_alive, to_head);
+    let answer = refusal.to_bytes(keep_alive, request.head.is_head);
     match client.write(answer, 0, proxy.limits.write_timeout).await {
         Ok(_) if keep_alive => Next::Request,
         _ => Next::Close,
@@ -120,7 +122,8 @@ struct Attempt<'a> {
     /// Times the request was sent.
     sends: u32,
     resendable: bool,
-    to_head: bool,
+    /// The answer's head has come.
+    began: bool,
 }
 
 impl Attempt<'_> {
@@ -148,7 +151,7 @@ impl Attempt<'_> {
                         drop(reservation);
                         return Ok(next);
                     }
-                    Err(Fault::Died) if self.resendable && self.sends < 2 => {
+                    Err(Fault::Died) if self.resendable && self.sends < SENDS_MAX => {
                         pool.clear();
                         if reused {
                             // The endpoint may just have closed a connection that was idle for too long.
@@ -229,10 +232,12 @@ impl Attempt<'_> {
         })?;
         self.request.bytes = bytes;
         // An endpoint that stopped reading may have answered all the same: what comes decides, not the write.
-        let begun = relay::begin(client, &mut upstream, self.to_head, &proxy.limits, &proxy.buffers).await?;
+        let begun =
+            relay::begin(client, &mut upstream, self.request.head.is_head, &proxy.limits, &proxy.buffers).await?;
         if endpoint.shared.connect_failures.load(Ordering::Relaxed) != 0 {
             endpoint.shared.connect_failures.store(0, Ordering::Relaxed);
         }
+        self.began = true;
         let stats = self.local.service.shared.stats_of(proxy.id);
         count(&stats.responses[usize::from(begun.head.status / 100).min(5)]);
         let head = &self.request.head;
@@ -250,12 +255,14 @@ impl Attempt<'_> {
 
     fn failure(&self, fault: Fault) -> Failure {
         let stats = self.local.service.shared.stats_of(self.proxy.id);
+        if matches!(fault, Fault::Client(_)) && !self.began {
+            count(&stats.responses[0]);
+        }
         match fault {
             Fault::Client(Interrupt::ClientGone | Interrupt::TimedOut) => count(&stats.client_gone),
             Fault::Client(Interrupt::Cut | Interrupt::CloseIdle) => {}
             Fault::Broken => count(&stats.broken_answers),
             Fault::Died => {
-                count(&stats.responses[0]);
                 return Failure::Refuse(Refusal::BackendUnreachable(
                     "the endpoint ended the connection without an answer",
                 ));

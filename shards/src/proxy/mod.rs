@@ -1,7 +1,7 @@
 //! One client connection, request by request: route, forward, relay, watch.
 //!
 //! **Invariant.** Load is reserved before anything of an attempt is awaited and given back on every way out. A request
-//! is sent at most twice, the second time only if not a byte of an answer came the first time and sending it again is
+//! is sent at most three times, again only if not a byte of an answer came the first time and sending it again is
 //! harmless. After the first byte of an answer nothing is retried, and an answer that breaks never ends cleanly.
 //!
 //! ```text
@@ -27,7 +27,7 @@ use std::sync::Arc;
 
 use monoio::net::TcpStream;
 
-use crate::executor::{Ticket, turn};
+use crate::executor::{Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
 use crate::load::LoadTable;
@@ -94,6 +94,7 @@ impl Proxy {
                 Incoming::Closed => return,
             };
             fresh = false;
+            breathe().await;
             match exchange::exchange(&self, &mut client, request, listen).await {
                 Next::Request if !self.draining.get() => {}
                 Next::Request | Next::Close => return,

@@ -7,6 +7,7 @@ use super::answer::BROKEN_STREAM_EVENT;
 use super::client::{Buffers, Client};
 use super::upstream::Upstream;
 use super::watch::Interrupt;
+use crate::executor::breathe;
 use crate::http::response;
 use crate::http::{BodyTracker, ChunkError, Dechunker, ResponseBody, ResponseHead, edit};
 use crate::limits::Limits;
@@ -180,6 +181,7 @@ pub async fn relay(
         }
         buffer.clear();
         (from, at) = (0, 0);
+        breathe().await;
         let read = client.guard(Some(limits.stream_idle_timeout), upstream.read(buffer)).await;
         let result;
         (result, buffer) = match read {

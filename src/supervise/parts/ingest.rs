@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
+use shards::block::vllm::Tagging;
 use shards::ids::{Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
@@ -12,8 +13,10 @@ use tracing::error;
 use crate::admin::{Families, Labels};
 use crate::config::Config;
 use crate::cores::Plan;
-use crate::ingest::{EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources, StreamStatus};
-use crate::rules::{EventPlace, EventSource};
+use crate::ingest::{
+    Believed, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources, StreamStatus,
+};
+use crate::rules::{EventPlace, EventSource, KvRule};
 use crate::supervise::Entry;
 
 use super::PartError;
@@ -46,6 +49,11 @@ impl IngestPart {
 
     pub(crate) fn set_load_slots(&self, slots: usize) {
         self.0.set_load_slots(slots);
+    }
+
+    /// State of every event stream.
+    pub(crate) fn streams(&self) -> Vec<StreamStatus> {
+        self.0.status()
     }
 
     /// State of every event stream, for the API.
@@ -83,6 +91,7 @@ impl IngestPart {
         for (name, help, read) in counters {
             families.counter(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
         }
+        encode_parity(families, &streams)?;
         let rejects = streams.iter().flat_map(|stream| {
             stream.rejects.iter().map(move |(why, count)| {
                 let mut labels = labels(stream);
@@ -92,6 +101,23 @@ impl IngestPart {
         });
         families.counter("loxilb_kv_wire_reject", "What of the engine's messages was not taken", rejects)
     }
+}
+
+/// The verdicts on the engines' keys: one series per rank for its verdict, and one per leg at fault.
+fn encode_parity(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::fmt::Result {
+    let judged = || streams.iter().filter_map(|stream| Some((stream, stream.finding.as_ref()?)));
+    let with = |stream: &StreamStatus, name: &'static str, value: &str| {
+        let mut labels = labels(stream);
+        labels.push((name, value.to_owned()));
+        (labels, 1)
+    };
+    let verdicts = judged().map(|(stream, finding)| with(stream, "verdict", finding.verdict.name()));
+    families.gauge("kvlane_parity_verdict", "How the rank's blocks are keyed", verdicts)?;
+    let faults = judged().flat_map(|(stream, finding)| finding.faults.iter().map(move |leg| (stream, leg)));
+    let faults = faults.map(|(stream, leg)| with(stream, "leg", leg.name()));
+    families.gauge("kvlane_parity_fault", "What differs between the rule and the engine", faults)?;
+    let orphans = streams.iter().map(|stream| (labels(stream), stream.orphans));
+    families.counter("kvlane_parity_orphans", "Blocks whose beginning was never announced to us", orphans)
 }
 
 fn report(result: Result<(), crate::ingest::Error>) {
@@ -116,7 +142,18 @@ fn sources(entry: &Entry) -> ServiceSources {
     ServiceSources {
         id: entry.id,
         block_tokens: entry.rule.kv.as_ref().map_or(0, |kv| kv.block_tokens),
+        believed: entry.rule.kv.as_ref().map(|kv| Arc::new(believed(kv))),
         endpoints: endpoints.collect(),
+    }
+}
+
+/// What a rule says of its engines' keys.
+fn believed(kv: &KvRule) -> Believed {
+    Believed::Vllm {
+        algorithm: kv.algo.into(),
+        algorithm_given: kv.algo_given,
+        seed: kv.seed.clone(),
+        tagging: Tagging::Tagged,
     }
 }
 

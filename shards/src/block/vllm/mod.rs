@@ -202,7 +202,8 @@ impl Chain {
     }
 
     /// The last block's key, as events spell it by default.
-    fn key(&self) -> BlockKey {
+    #[must_use]
+    pub fn key(&self) -> BlockKey {
         BlockKey(self.digest.last_u64())
     }
 

@@ -1,0 +1,65 @@
+//! Whether the gateway's block keys are the engines'.
+//!
+//! `GET /netlox/v1/config/ai/kv/parity` answers `{"parity": […]}`, one object per (endpoint, rank) with an event
+//! stream; `?service_id=N` leaves out other rules:
+//!
+//! | field | meaning |
+//! |---|---|
+//! | `service_id`, `name`, `ep_idx`, `endpoint`, `rank` | which cache |
+//! | `verdict` | `believed` (no root block seen yet: the rule is believed), `exact` (the engine's own keys are reproduced), `derived` (the announced tokens are hashed by the gateway), `refused` (not routed by its cache) |
+//! | `faults` | legs at fault: `seed`, `algorithm`, `block_size`, `extra_key_tagging`, `key_width` |
+//! | `hints` | legs that differ from the rule's defaults and are taken over |
+//! | `detail` | what was found and what to do, a sentence |
+//! | `rule` | `kvHashAlgo` and `kvBlockSize` of the rule |
+//! | `engine_block_tokens` | the engine's block size where it is not the rule's, else null |
+//! | `orphans`, `complete` | blocks whose beginning was never announced to us; complete = there are none |
+
+use std::collections::HashMap;
+
+use axum::Json;
+use axum::extract::{Query, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use shards::ids::ServiceId;
+
+use crate::ingest::{Leg, StreamStatus};
+use crate::rules::algo_name;
+use crate::supervise::View;
+
+use super::{Context, answers};
+
+pub(super) async fn report(State(context): State<Context>, Query(query): Query<HashMap<String, String>>) -> Response {
+    let service = match query.get("service_id").map(|text| text.parse().map(ServiceId)) {
+        None => None,
+        Some(Ok(service)) => Some(service),
+        Some(Err(why)) => return answers::refusal(StatusCode::BAD_REQUEST, &format!("invalid service_id: {why}")),
+    };
+    let view = context.control.view();
+    let streams = context.control.ingest.streams();
+    let wanted = streams.iter().filter(|stream| service.is_none_or(|service| stream.name.service == service));
+    let parity: Vec<Value> = wanted.map(|stream| show(stream, &view)).collect();
+    Json(json!({ "parity": parity })).into_response()
+}
+
+fn show(stream: &StreamStatus, view: &View) -> Value {
+    let entry = view.entry(stream.name.service);
+    let kv = entry.and_then(|entry| entry.rule.kv.as_ref());
+    let finding = stream.finding.clone().unwrap_or_default();
+    let names = |legs: &[Leg]| legs.iter().map(|leg| leg.name()).collect::<Vec<_>>();
+    json!({
+        "service_id": stream.name.service.0,
+        "name": entry.map(|entry| entry.rule.name.as_str()),
+        "ep_idx": stream.name.endpoint.0,
+        "endpoint": stream.name.label,
+        "rank": stream.name.rank.0,
+        "verdict": finding.verdict.name(),
+        "faults": names(&finding.faults),
+        "hints": names(&finding.hints),
+        "detail": finding.detail,
+        "rule": kv.map(|kv| json!({ "kvHashAlgo": algo_name(kv.algo), "kvBlockSize": kv.block_tokens })),
+        "engine_block_tokens": stream.engine_block_tokens,
+        "orphans": stream.orphans,
+        "complete": stream.orphans == 0,
+    })
+}
