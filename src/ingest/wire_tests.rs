@@ -165,7 +165,7 @@ struct Gateway {
 
 fn endpoint(index: u16, ranks: Vec<RankSource>) -> EndpointSources {
     let shared = Arc::new(EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 2));
-    EndpointSources { index: EndpointIndex(index), shared, label: format!("engine-{index}"), ranks }
+    EndpointSources { index: EndpointIndex(index), shared, label: format!("engine-{index}"), ranks, drain: None }
 }
 
 impl Gateway {

@@ -174,7 +174,8 @@ fn more(stream: &mut TcpStream, buffer: &mut Vec<u8>, limits: &Limits<'_>) -> Re
         }
         match stream.read(&mut buffer[filled..]) {
             Ok(read) => break Ok(read),
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
+            Err(error)
+                if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
             Err(error) => break Err(Lost::Io(error).into()),
         }
     };

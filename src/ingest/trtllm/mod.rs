@@ -6,8 +6,16 @@
 
 #![forbid(unsafe_code)]
 
+mod admission;
+mod drain;
+mod http;
 mod json;
+mod ownership;
+mod source;
 mod state;
 mod tree;
 
+pub use drain::{Bearer, DrainFrom, Phase};
 pub use json::check_any_json;
+pub use source::DrainStatus;
+pub(crate) use source::{DrainSource, DrainStats};

@@ -137,6 +137,7 @@ fn sources(entry: &Entry) -> ServiceSources {
             shared: Arc::clone(&place.shared),
             label: endpoint.to_string(),
             ranks: (0..ranks).map(|rank| rank_source(events, address, rank)).collect(),
+            drain: None,
         })
     });
     ServiceSources {
