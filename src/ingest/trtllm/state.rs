@@ -25,7 +25,7 @@ use shards::block::PageChain;
 use shards::block::trtllm::{V1Block, v2_root};
 use shards::ids::BlockKey;
 
-use super::super::events::{self, Reject};
+use super::super::events::Reject;
 use super::json::{Body, EngineKey, Event, KeyAlgo, Pool, RANKS_MAX, Stored};
 use super::tree::{Kind, Node, NodeId, Tree};
 
@@ -161,21 +161,6 @@ impl State {
         continuity
     }
 
-    /// Takes an event of the engine's ZMQ stream, whose sequence is followed elsewhere.
-    pub(crate) fn apply_streamed(&mut self, rank: u8, event: &events::Event<'_>, op: &mut impl FnMut(Op)) {
-        if usize::from(rank) >= RANKS_MAX {
-            return self.reject(Reject::Group);
-        }
-        self.tally.events += 1;
-        match event {
-            events::Event::Stored(stored) => self.streamed(rank, stored, op),
-            events::Event::Removed(removed) => {
-                removed.keys.iter().for_each(|key| self.removed(rank, EngineKey(key.0), op));
-            }
-            events::Event::Cleared => self.forget(rank, op),
-        }
-    }
-
     /// Forgets what a rank holds.
     pub(crate) fn forget(&mut self, rank: u8, op: &mut impl FnMut(Op)) {
         let mut tree = std::mem::take(&mut self.rank(rank).tree);
@@ -285,32 +270,6 @@ impl State {
             let signs = Signs { marked, algo };
             let node = self.linked(rank, parent, block.key, &block.tokens, &signs);
             let node = Node { level: level(block.level), ..node };
-            parent = Some(self.hold(rank, node, parent, op));
-        }
-        self.bound(rank, op);
-    }
-
-    fn streamed(&mut self, rank: u8, stored: &events::Stored<'_>, op: &mut impl FnMut(Op)) {
-        let parent = stored.parent.map(|parent| EngineKey(parent.0));
-        let Ok(mut parent) = self.anchor(rank, parent, u64::from(stored.keys.len()), op) else { return };
-        let size = stored.block_tokens as usize;
-        if size != self.block_tokens {
-            self.tally.size_mismatches += 1;
-            self.tally.engine_block_tokens = stored.block_tokens;
-            return;
-        }
-        let mut ids = Vec::new();
-        let text = stored.tokens.decode(&mut ids) && ids.len() == size * stored.keys.len() as usize;
-        let signs = Signs { marked: !text || stored.marks.say_something(), algo: KeyAlgo::V2 };
-        let in_device = stored.medium.is_none_or(|medium| medium.eq_ignore_ascii_case("GPU"));
-        for (place, key) in stored.keys.iter().enumerate() {
-            let tokens = ids.get(place * size..(place + 1) * size).unwrap_or_default();
-            let tokens = if text { tokens } else { &[] };
-            let mut node = self.linked(rank, parent, EngineKey(key.0), tokens, &signs);
-            node.level = u8::from(!in_device);
-            if !text {
-                node.kind = Kind::Foreign;
-            }
             parent = Some(self.hold(rank, node, parent, op));
         }
         self.bound(rank, op);
