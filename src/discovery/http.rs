@@ -72,7 +72,7 @@ fn complete(answer: &[u8], at_end: bool) -> io::Result<Option<Reply>> {
         }
         framing => {
             let mut tracker = BodyTracker::new(framing);
-            let taken = tracker.advance(&body).map_err(io::Error::other)?;
+            let taken = tracker.advance(&body);
             body.truncate(taken);
             tracker.is_done()
         }

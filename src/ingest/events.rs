@@ -1,8 +1,9 @@
-//! vLLM's event batches: bytes in, borrowed events out.
+//! Event batches of vLLM, SGLang and TensorRT-LLM's stream: bytes in, borrowed events out.
 //!
-//! A batch is `[ts, events, rank?]`. An event is an array up to vLLM 0.23 (tag, then fields by position, as many as
-//! that release had) and a map from 0.24 (fields by name, in any order); both may turn up in one batch. What is
-//! missing counts as nil, what is unknown is skipped.
+//! A batch is `[ts, events, rank?]`. An event is an array (vLLM up to 0.23, SGLang up to 0.5.19: tag, then fields by
+//! position, as many as that release had) or a map (later ones: fields by name, in any order); both may turn up in one
+//! batch. What is missing counts as nil, what is unknown is skipped. The engines agree on names and positions; where
+//! vLLM puts the adapter's name, SGLang 0.5.18 has a map with the salt.
 //!
 //! **Invariant.** Nothing is copied and no input panics. An event that cannot be understood is one
 //! [`Reject`], and its neighbours are still read; only where the bytes no longer say where an event ends does the
@@ -13,6 +14,7 @@
 use shards::ids::BlockKey;
 
 use super::msgpack::{Head, Malformed, Reader};
+use super::tokens::{Spelling, Tokens};
 
 /// Why a frame, a batch or an event was not taken (label `reason` of `loxilb_kv_wire_reject_total`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,42 +138,6 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// Token ids still in their wire form, known to be unsigned integers: they are not needed where keys say all.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Tokens<'a> {
-    wire: &'a [u8],
-    len: u32,
-}
-
-impl<'a> Tokens<'a> {
-    fn read(reader: &mut Reader<'a>) -> Result<Self, Malformed> {
-        let len = reader.array()?;
-        let before = reader.rest();
-        reader.skip_unsigned(len)?;
-        Ok(Tokens { wire: &before[..before.len() - reader.rest().len()], len })
-    }
-
-    pub(crate) fn len(&self) -> u32 {
-        self.len
-    }
-
-    /// The first `n` of them, or all there are.
-    pub(crate) fn first(self, n: u32) -> Self {
-        Tokens { len: self.len.min(n), ..self }
-    }
-
-    /// Puts the ids into `ids`; false where one is no token of a text.
-    pub(crate) fn decode(self, ids: &mut Vec<u32>) -> bool {
-        ids.clear();
-        ids.reserve(self.len as usize);
-        let mut reader = Reader::new(self.wire);
-        (0..self.len).all(|_| match reader.head() {
-            Ok(Head::Uint(id)) => u32::try_from(id).map(|id| ids.push(id)).is_ok(),
-            _ => false,
-        })
-    }
-}
-
 /// What the blocks of a store are beyond their tokens (adapter, images, salt, embeddings), still in its wire form and
 /// of any shape.
 #[derive(Clone, Copy, Debug, Default)]
@@ -180,6 +146,8 @@ pub(crate) struct Marks<'a> {
     lora_name: Option<&'a [u8]>,
     extra_keys: Option<&'a [u8]>,
     lookahead: Option<&'a [u8]>,
+    cache_salt: Option<&'a [u8]>,
+    mm_keys: Option<&'a [u8]>,
 }
 
 impl<'a> Marks<'a> {
@@ -191,10 +159,7 @@ impl<'a> Marks<'a> {
 
     /// The adapter's name, where it has one.
     pub(crate) fn lora_name(&self) -> Option<&'a str> {
-        match Reader::new(self.lora_name?).head() {
-            Ok(Head::Str(name)) => std::str::from_utf8(name).ok(),
-            _ => None,
-        }
+        text(self.lora_name)
     }
 
     /// The extra keys of each block in turn, as msgpack; none for a plain block. After the end of the list, blocks
@@ -208,9 +173,26 @@ impl<'a> Marks<'a> {
         })
     }
 
-    /// What all the blocks have in common, as bytes; empty for no adapter.
-    pub(crate) fn adapter(&self) -> [&'a [u8]; 2] {
-        [self.lora_id.unwrap_or_default(), self.lora_name.unwrap_or_default()]
+    /// The salt of the requests that may share the blocks (SGLang since 0.5.18).
+    pub(crate) fn cache_salt(&self) -> Option<&'a str> {
+        text(self.cache_salt).or_else(|| {
+            let mut reader = Reader::new(self.lora_name?);
+            let Head::Map(len) = reader.head().ok()? else { return None };
+            for _ in 0..len {
+                let is_salt = Reader::new(reader.rest()).head() == Ok(Head::Str(b"cache_salt"));
+                raw(&mut reader).ok()?;
+                let value = raw(&mut reader).ok()?;
+                if is_salt {
+                    return text(value);
+                }
+            }
+            None
+        })
+    }
+
+    /// What all the blocks have in common, as bytes; all empty for plain blocks.
+    pub(crate) fn adapter(&self) -> [&'a [u8]; 4] {
+        [self.lora_id, self.lora_name, self.cache_salt, self.mm_keys].map(Option::unwrap_or_default)
     }
 
     /// The tokens that the first block's hash looks ahead to.
@@ -231,6 +213,14 @@ fn raw<'a>(reader: &mut Reader<'a>) -> Result<Option<&'a [u8]>, Malformed> {
     reader.skip()?;
     let value = &before[..before.len() - reader.rest().len()];
     Ok((value != [NIL]).then_some(value))
+}
+
+/// The text that a value is.
+fn text(value: Option<&[u8]>) -> Option<&str> {
+    match Reader::new(value?).head() {
+        Ok(Head::Str(text)) => std::str::from_utf8(text).ok(),
+        _ => None,
+    }
 }
 
 /// msgpack's nil.
@@ -274,6 +264,8 @@ enum Field {
     LoraName,
     ExtraKeys,
     Lookahead,
+    CacheSalt,
+    MmKeys,
     /// Known or unknown, but of no use here.
     Other,
 }
@@ -311,6 +303,8 @@ fn field_named(name: &[u8]) -> Field {
         b"lora_name" => Field::LoraName,
         b"extra_keys" => Field::ExtraKeys,
         b"lookahead_token_ids" => Field::Lookahead,
+        b"cache_salt" => Field::CacheSalt,
+        b"mm_keys" => Field::MmKeys,
         _ => Field::Other,
     }
 }
@@ -335,6 +329,8 @@ impl<'a> Fields<'a> {
             Field::LoraName => self.marks.lora_name = raw(reader)?,
             Field::ExtraKeys => self.marks.extra_keys = raw(reader)?,
             Field::Lookahead => self.marks.lookahead = raw(reader)?,
+            Field::CacheSalt => self.marks.cache_salt = raw(reader)?,
+            Field::MmKeys => self.marks.mm_keys = raw(reader)?,
             Field::Other => reader.skip()?,
         }
         Ok(())
@@ -444,6 +440,15 @@ pub fn check_any_bytes(payload: &[u8]) {
     let whole: Vec<String> = batch.map(|event| format!("{event:?}")).collect();
     assert!(whole.len() <= payload.len());
     for event in Batch::open(payload).into_iter().flatten().flatten() {
+        if let Event::Stored(Stored { tokens, marks, .. }) = event {
+            let expected = match tokens.spelling() {
+                Spelling::Ids => tokens.len() as usize,
+                Spelling::Bigrams => tokens.len() as usize + 1,
+                Spelling::Opaque => 0,
+            };
+            assert_eq!(tokens.ids().count(), expected);
+            assert!(marks.cache_salt().is_none() || marks.adapter().iter().any(|part| !part.is_empty()));
+        }
         if let Event::Stored(Stored { keys, .. }) | Event::Removed(Removed { keys, .. }) = event {
             assert_eq!(keys.iter().count(), keys.len() as usize);
         }

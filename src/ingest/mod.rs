@@ -5,6 +5,8 @@
 //! copies per (rank, group, key) (`copies`) → operations on the service's inventory → published at the end of the
 //! cycle (`worker`).
 //!
+//! TensorRT-LLM's engines are asked instead, each by a thread of its own, which hands over operations (`trtllm`).
+//!
 //! **Invariant.** An ingest thread is the only writer of its services' inventories, and waits for nothing but its
 //! poller: not for readers (a refused publish is repeated), not for the control thread (commands are queued). The
 //! control thread reads counters that it does not have to ask for.
@@ -16,17 +18,20 @@ mod copies;
 mod counts;
 mod derived;
 mod events;
+mod framing;
 mod msgpack;
 mod parity;
 mod poller;
+pub mod sglang;
 mod sockets;
 mod source;
 mod status;
 mod stream;
+mod tokens;
+mod trtllm;
 mod worker;
 
 use std::io;
-use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -38,15 +43,16 @@ use shards::inventory::Writer;
 use shards::load::LoadTable;
 use shards::service::{EndpointShared, Engine};
 
-use crate::rules::EngineToken;
-
 pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
+pub use framing::check_any_framing;
 pub use parity::{UseLeg, UseStatus};
 use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
 pub use status::{Replay, StreamName, StreamStatus};
+pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, check_any_json as check_any_trtllm_json};
+use trtllm::{DrainSource, DrainStats};
 use worker::{Command, Worker, WorkerOptions};
 
 /// Commands under way to one thread. Beyond it, the sender waits.
@@ -102,12 +108,10 @@ pub struct EndpointSources {
     pub shared: Arc<EndpointShared>,
     /// The endpoint as people know it, for log and status.
     pub label: String,
-    /// Where it serves requests; TensorRT-LLM's events are drained there.
-    pub serving: SocketAddr,
-    /// What it wants on the gateway's own calls.
-    pub token: Option<Arc<EngineToken>>,
     /// One source per rank; none where the engine does not publish over ZMQ.
     pub ranks: Vec<RankSource>,
+    /// TensorRT-LLM: the drain that all ranks' events come from, in the place of such sources.
+    pub drain: Option<DrainFrom>,
 }
 
 /// The event source of one rank.
@@ -143,6 +147,8 @@ pub enum Error {
 pub(crate) struct Shared {
     /// Streams by name; taken when a stream opens or closes, and when the status is read.
     streams: Mutex<Vec<(StreamName, Arc<StreamStats>)>>,
+    /// The same for drains.
+    drains: Mutex<Vec<(StreamName, DrainStats)>>,
     /// Slots of the load table in use.
     load_slots: AtomicUsize,
 }
@@ -151,6 +157,18 @@ impl Shared {
     fn streams(&self) -> MutexGuard<'_, Vec<(StreamName, Arc<StreamStats>)>> {
         // A push or retain that panicked leaves a list that is still one.
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn drains(&self) -> MutexGuard<'_, Vec<(StreamName, DrainStats)>> {
+        self.drains.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn register_drain(&self, source: &DrainSource) {
+        self.drains().push((source.name.clone(), Arc::clone(source.stats())));
+    }
+
+    pub(crate) fn unregister_drain(&self, source: &DrainSource) {
+        self.drains().retain(|(_, stats)| !Arc::ptr_eq(stats, source.stats()));
     }
 
     pub(crate) fn register(&self, source: &Source) {
@@ -184,7 +202,7 @@ impl Ingest {
     pub fn start(options: IngestOptions) -> io::Result<Self> {
         let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout } = options;
         let load_slots = AtomicUsize::new(loads.slots());
-        let shared = Arc::new(Shared { streams: Mutex::default(), load_slots });
+        let shared = Arc::new(Shared { streams: Mutex::default(), drains: Mutex::default(), load_slots });
         let mut ingest = Ingest { threads: Vec::new(), shared };
         let cores = if cores.is_empty() { vec![None] } else { cores.into_iter().map(Some).collect() };
         for (number, core) in cores.into_iter().enumerate() {
@@ -241,6 +259,15 @@ impl Ingest {
         let mut streams: Vec<_> = self.shared.streams().iter().map(|(name, stats)| stats.status(name)).collect();
         streams.sort_by_key(|stream| (stream.name.service, stream.name.endpoint, stream.name.rank));
         streams
+    }
+
+    /// State and counters of every drain, by service and endpoint.
+    #[must_use]
+    pub fn drains(&self) -> Vec<DrainStatus> {
+        let mut drains: Vec<_> =
+            self.shared.drains().iter().map(|(name, stats)| DrainStatus::new(name, stats)).collect();
+        drains.sort_by_key(|drain| (drain.name.service, drain.name.endpoint));
+        drains
     }
 
     fn tell(&self, id: ServiceId, command: Command) -> Result<(), Error> {

@@ -11,6 +11,7 @@ use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 
+use super::framing::{self, Framed};
 use zmq::{DONTWAIT, Message, Socket, SocketEvent, SocketType};
 
 /// 166 × 3 sockets ≤ 500 at rest, 166 × 6 < 1,023 at worst.
@@ -192,42 +193,23 @@ pub(crate) struct Frames {
     count: usize,
 }
 
-/// A batch as the wire brings it.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Framed<'a> {
-    Batch(u64, &'a [u8]),
-    /// The end of a replay.
-    End,
-    Malformed,
-}
-
 impl Frames {
     pub(crate) fn new() -> Self {
         Frames { parts: std::array::from_fn(|_| Message::new()), excess: Message::new(), count: 0 }
     }
 
-    /// A message of a publisher: `[topic, seq, payload]`.
+    /// A message of a publisher.
     pub(crate) fn published(&self) -> Framed<'_> {
-        match (self.count, &self.parts) {
-            (3, [_, seq, payload, _]) => number(seq).map_or(Framed::Malformed, |seq| Framed::Batch(seq, payload)),
-            _ => Framed::Malformed,
-        }
+        self.with(framing::published)
     }
 
-    /// A message of a replay: `["", seq, payload]` up to vLLM 0.25, `["", topic, seq, payload]` from 0.26.
+    /// A message of a replay.
     pub(crate) fn replayed(&self) -> Framed<'_> {
-        let (seq, payload) = match (self.count, &self.parts) {
-            (3, [_, seq, payload, _]) | (4, [_, _, seq, payload]) => (seq, payload),
-            _ => return Framed::Malformed,
-        };
-        match number(seq) {
-            Some(u64::MAX) => Framed::End,
-            Some(seq) => Framed::Batch(seq, payload),
-            None => Framed::Malformed,
-        }
+        self.with(framing::replayed)
     }
-}
 
-fn number(frame: &[u8]) -> Option<u64> {
-    frame.try_into().ok().map(u64::from_be_bytes)
+    fn with<'a>(&'a self, read: impl FnOnce(&[&'a [u8]]) -> Framed<'a>) -> Framed<'a> {
+        let parts = self.parts.each_ref().map(|part| &part[..]);
+        parts.get(..self.count).map_or(Framed::Malformed, read)
+    }
 }

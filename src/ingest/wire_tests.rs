@@ -165,8 +165,7 @@ struct Gateway {
 
 fn endpoint(index: u16, ranks: Vec<RankSource>) -> EndpointSources {
     let shared = Arc::new(EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 2));
-    let (index, label, serving) = (EndpointIndex(index), format!("engine-{index}"), ([127, 0, 0, 1], 1).into());
-    EndpointSources { index, shared, label, serving, token: None, ranks }
+    EndpointSources { index: EndpointIndex(index), shared, label: format!("engine-{index}"), ranks, drain: None }
 }
 
 impl Gateway {

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::Receiver;
-use shards::ids::{EndpointIndex, ServiceId};
+use shards::ids::{EndpointIndex, Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
 use shards::service::EndpointShared;
@@ -21,6 +21,7 @@ use super::poller::Poller;
 use super::sockets::{Contexts, Frames};
 use super::source::{Io, Left, Source};
 use super::status::StreamName;
+use super::trtllm::{DrainFrom, DrainSource};
 use super::{EndpointSources, Mode, RankSource, ServiceSources, Shared};
 
 /// How often loads are published, and a refused publish repeated.
@@ -80,6 +81,7 @@ struct Endpoint {
     by_use: Arc<UseStats>,
     copies: Copies,
     sources: Vec<Source>,
+    drain: Option<DrainSource>,
 }
 
 impl Endpoint {
@@ -127,6 +129,8 @@ pub(crate) struct Worker {
     shared: Arc<Shared>,
     services: BTreeMap<ServiceId, Service>,
     places: BTreeMap<u64, Place>,
+    /// Endpoints with a drain.
+    drains: Vec<(ServiceId, EndpointIndex)>,
     token_next: u64,
     /// Tokens of sources with messages left to read.
     ready: BTreeSet<u64>,
@@ -161,6 +165,7 @@ impl Worker {
             shared: options.shared,
             services: BTreeMap::new(),
             places: BTreeMap::new(),
+            drains: Vec::new(),
             token_next: 0,
             ready: BTreeSet::new(),
             replaying: BTreeSet::new(),
@@ -175,15 +180,18 @@ impl Worker {
     pub(crate) fn run(mut self) {
         let mut tokens = Vec::new();
         let mut pending = Pending::Nothing;
+        let mut drains = Left::Nothing;
         loop {
             self.poller.tick_every(self.tick(pending));
             tokens.extend(std::mem::take(&mut self.ready));
-            self.poller.wait(!tokens.is_empty() || pending == Pending::Work, &mut tokens);
+            let at_once = !tokens.is_empty() || pending == Pending::Work || drains == Left::More;
+            self.poller.wait(at_once, &mut tokens);
             tokens.sort_unstable();
             tokens.dedup();
             for token in tokens.drain(..) {
                 self.visit(token);
             }
+            drains = self.visit_drains();
             while let Ok(command) = self.commands.try_recv() {
                 if !self.obey(command) {
                     return self.stop();
@@ -228,6 +236,25 @@ impl Worker {
         }
     }
 
+    /// Applies what the drains brought, up to a bound.
+    fn visit_drains(&mut self) -> Left {
+        let mut left = Left::Nothing;
+        for (id, index) in &self.drains {
+            let Some(service) = self.services.get_mut(id) else { continue };
+            let Some(endpoint) = service.endpoints.get_mut(index) else { continue };
+            let Some(drain) = endpoint.drain.as_mut().filter(|drain| drain.is_ready()) else { continue };
+            if service.writer.pending() > PENDING_MAX && !service.writer.try_publish() {
+                continue;
+            }
+            drain.visit(&mut service.writer);
+            service.touched = true;
+            if drain.is_ready() {
+                left = Left::More;
+            }
+        }
+        left
+    }
+
     fn check_replays(&mut self) {
         if self.replaying.is_empty() {
             return;
@@ -257,7 +284,8 @@ impl Worker {
             let published = (0..PUBLISHES_PER_CYCLE).all(|_| publish());
             if std::mem::take(&mut service.touched) {
                 for endpoint in service.endpoints.values() {
-                    endpoint.shared.kv_blocks.store(endpoint.copies.distinct(), Ordering::Relaxed);
+                    let drained = endpoint.drain.as_ref().map_or(0, DrainSource::distinct);
+                    endpoint.shared.kv_blocks.store(endpoint.copies.distinct() + drained, Ordering::Relaxed);
                 }
             }
             if service.writer.pending() > 0 {
@@ -337,12 +365,13 @@ impl Worker {
     }
 
     fn update_endpoint(&mut self, id: ServiceId, wanted: EndpointSources) {
-        let EndpointSources { index, shared, label, serving: _, token: _, ranks } = wanted;
+        let EndpointSources { index, shared, label, ranks, drain } = wanted;
         let known = self.services.get(&id).and_then(|service| service.endpoints.get(&index));
         // A source whose address was refused is tried again.
         let same = known.is_some_and(|endpoint| {
             endpoint.sources.iter().all(Source::is_open)
                 && endpoint.sources.iter().map(|source| &source.from).eq(&ranks)
+                && endpoint.drain.as_ref().map(|drain| &drain.from) == drain.as_ref()
         });
         if !same {
             self.close_endpoint(id, index);
@@ -356,10 +385,30 @@ impl Worker {
         // What was predicted before somebody listened is of no use; from now on it is.
         while shared.predictions.take().is_some() {}
         let by_use = Arc::default();
-        let endpoint = Endpoint { shared, label: label.clone(), by_use, copies, sources: Vec::new() };
+        let endpoint = Endpoint { shared, label: label.clone(), by_use, copies, sources: Vec::new(), drain: None };
         service.endpoints.insert(index, endpoint);
         for from in ranks {
             self.open_source(id, index, &label, from);
+        }
+        if let Some(from) = drain {
+            self.open_drain(id, index, label, from);
+        }
+    }
+
+    fn open_drain(&mut self, id: ServiceId, index: EndpointIndex, label: String, from: DrainFrom) {
+        let Some(service) = self.services.get_mut(&id) else { return };
+        let Some(endpoint) = service.endpoints.get_mut(&index) else { return };
+        let address = format!("http://{}/kv_cache_events", from.address);
+        let name = StreamName { service: id, endpoint: index, label, rank: Rank(0), address };
+        match DrainSource::open(name, from, service.block_tokens, self.poller.waker()) {
+            Ok(drain) => {
+                self.shared.register_drain(&drain);
+                self.drains.push((id, index));
+                endpoint.drain = Some(drain);
+            }
+            Err(error) => {
+                tracing::error!(%error, "no thread can be had for an engine's KV events; raise the limit of threads")
+            }
         }
     }
 
@@ -392,6 +441,11 @@ impl Worker {
         for source in endpoint.sources {
             self.shared.unregister(&source);
             source.close(&mut service.writer, &self.poller);
+        }
+        if let Some(drain) = endpoint.drain {
+            self.shared.unregister_drain(&drain);
+            drain.close(&mut service.writer);
+            self.drains.retain(|place| *place != (id, index));
         }
         self.places.retain(|_, place| place.service != id || place.endpoint != index);
         endpoint.shared.kv_blocks.store(0, Ordering::Relaxed);

@@ -82,7 +82,6 @@ fn refuse_options(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) 
     }
 }
 
-
 /// An endpoint at which the rule itself listens would be sent its own requests again and again.
 fn check_loop(fields: &Fields<'_>, report: &mut Report, facts: &Facts, endpoint: &RuleEndpoint) {
     let listen = facts.listen;

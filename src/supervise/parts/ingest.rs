@@ -2,12 +2,14 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use shards::block::{Contract, FIXED_SEED};
 use shards::ids::{Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
+use shards::service::Engine;
 use tracing::error;
 
 use crate::admin::{Families, Labels};
@@ -15,12 +17,17 @@ use crate::config::Config;
 use crate::cores::Plan;
 use crate::discovery::ServiceFacts;
 use crate::ingest::{
-    Believed, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources, StreamStatus,
+    Bearer, Believed, DrainFrom, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources,
+    StreamStatus,
 };
 use crate::rules::{EventPlace, EventSource, contract};
 use crate::supervise::Entry;
 
 use super::PartError;
+
+/// Pauses between two drains of a TensorRT-LLM engine: the shorter while events come.
+const DRAIN_POLL_MIN: Duration = Duration::from_millis(5);
+const DRAIN_POLL_MAX: Duration = Duration::from_millis(20);
 
 /// The way to ingest: changes of subscriptions, and the state of event streams.
 #[derive(Clone, Debug)]
@@ -146,9 +153,8 @@ fn sources(entry: &Entry) -> ServiceSources {
             index: place.shared.index,
             shared: Arc::clone(&place.shared),
             label: endpoint.to_string(),
-            serving: address,
-            token: entry.rule.engine_token.clone(),
             ranks: ranks.collect(),
+            drain: drain(entry, address),
         })
     });
     ServiceSources {
@@ -158,6 +164,16 @@ fn sources(entry: &Entry) -> ServiceSources {
         believed: believed(entry).map(Arc::new),
         endpoints: endpoints.collect(),
     }
+}
+
+/// The drain of a TensorRT-LLM engine: its serving port tells its events, each once.
+fn drain(entry: &Entry, address: SocketAddr) -> Option<DrainFrom> {
+    if entry.rule.engine != Engine::Trtllm || entry.rule.kv.is_none() {
+        return None;
+    }
+    let authorization = entry.rule.engine_token.as_ref().map(|token| token.authorization());
+    let bearer = authorization.as_deref().and_then(|value| Bearer::new(value.strip_prefix("Bearer ")?));
+    Some(DrainFrom { address, poll_min: DRAIN_POLL_MIN, poll_max: DRAIN_POLL_MAX, bearer })
 }
 
 /// What a rule says of its engines' keys; none for engines whose keys are not looked at. Releases are left out of it:

@@ -1,0 +1,152 @@
+//! Are we the only one who drains an engine?
+//!
+//! Each event goes to one caller alone, so a second one shows as numbers that are missing at the beginning of our
+//! answers. Numbers are also missing where an answer got lost on its way to us, which we know, and where the engine's
+//! buffer ran over, which only happens between answers that are large.
+//!
+//! Two gateways would both see it, and must not both give up: whoever had the events to itself for a while stays for
+//! [`GRACE`], the other goes; of two that began together, each has a patience of its own, drawn at random. Who goes does
+//! not come back by itself: each of its tries would rob the other of a batch.
+//!
+//! No clock and no I/O: times are given as time since the start.
+
+#![forbid(unsafe_code)]
+
+use std::time::Duration;
+
+/// Events in an answer from which on the engine's buffer may have run over.
+const OVERFLOW_EVENTS_MIN: usize = 1_024;
+/// Time and answers without an unexplained loss that make a drainer the elder.
+const ELDER_AFTER: Duration = Duration::from_secs(5);
+const ELDER_ANSWERS: u32 = 8;
+/// The elder gives up when losses go on for so long.
+const GRACE: Duration = Duration::from_secs(10);
+/// Quiet time after which a contest is over.
+const QUIET: Duration = Duration::from_secs(30);
+/// Unexplained losses that the least patient bears.
+const PATIENCE_MIN: u32 = 2;
+const PATIENCE_STEP: u32 = 3;
+const PATIENCE_STEPS: u64 = 8;
+
+/// Who drains, as far as is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// We alone.
+    We,
+    /// We and another, who should go.
+    Contested,
+    /// Another: we have to go.
+    Other,
+}
+
+/// What is known of the contest for one engine.
+#[derive(Debug)]
+pub(super) struct Ownership {
+    patience: u32,
+    /// An answer of ours got lost since the last that arrived.
+    lost_one: bool,
+    /// When the first answer with events came.
+    since: Option<Duration>,
+    /// Answers with events and without an unexplained loss.
+    whole: u32,
+    elder: bool,
+    /// First and last unexplained loss of the contest, and how many.
+    contest: Option<(Duration, Duration)>,
+    losses: u32,
+}
+
+impl Ownership {
+    /// At the start; `chance` is any number, another one for each drainer.
+    pub(super) fn new(chance: u64) -> Self {
+        let patience = PATIENCE_MIN + PATIENCE_STEP * (chance % PATIENCE_STEPS) as u32;
+        Ownership { patience, lost_one: false, since: None, whole: 0, elder: false, contest: None, losses: 0 }
+    }
+
+    /// An answer of ours may have got lost.
+    pub(super) fn answer_lost(&mut self) {
+        self.lost_one = true;
+    }
+
+    /// An answer came with so many events; `gap` says that numbers are missing before the first of a rank.
+    pub(super) fn answered(&mut self, now: Duration, events: usize, gap: bool) -> Owner {
+        if events > 0 {
+            let explained = std::mem::take(&mut self.lost_one) || events >= OVERFLOW_EVENTS_MIN;
+            let since = *self.since.get_or_insert(now);
+            if !gap || explained {
+                self.whole += 1;
+                self.elder |= self.contest.is_none() && self.whole >= ELDER_ANSWERS && now >= since + ELDER_AFTER;
+            } else {
+                self.losses += 1;
+                let first = self.contest.map_or(now, |(first, _)| first);
+                self.contest = Some((first, now));
+            }
+        }
+        match self.contest {
+            Some((_, last)) if now > last + QUIET => {
+                self.contest = None;
+                self.losses = 0;
+                Owner::We
+            }
+            Some((first, last)) => {
+                let over = if self.elder { last >= first + GRACE } else { self.losses >= self.patience };
+                if over { Owner::Other } else { Owner::Contested }
+            }
+            None => Owner::We,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    fn elder() -> Ownership {
+        let mut ownership = Ownership::new(0);
+        for second in 0..10 {
+            assert_eq!(ownership.answered(at(second * 1_000), 3, false), Owner::We);
+        }
+        ownership
+    }
+
+    #[test]
+    fn a_newcomer_names_the_other_at_once_and_goes_when_its_patience_ends() {
+        for chance in 0..8 {
+            let mut ownership = Ownership::new(chance);
+            let patience = 2 + 3 * chance;
+            for loss in 1..=patience {
+                let expected = if loss < patience { Owner::Contested } else { Owner::Other };
+                assert_eq!(ownership.answered(at(loss * 10), 1, true), expected);
+                assert_eq!(ownership.answered(at(loss * 10 + 5), 0, false), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn the_elder_stays_while_the_other_may_go_and_goes_when_it_does_not() {
+        let mut ownership = elder();
+        for ms in (10_000..20_000).step_by(500) {
+            assert_eq!(ownership.answered(at(ms), 1, true), Owner::Contested);
+        }
+        assert_eq!(ownership.answered(at(20_000), 1, true), Owner::Other);
+        let mut ownership = elder();
+        assert_eq!(ownership.answered(at(10_000), 1, true), Owner::Contested);
+        assert_eq!(ownership.answered(at(30_000), 1, false), Owner::Contested);
+        assert_eq!(ownership.answered(at(40_001), 1, false), Owner::We);
+    }
+
+    #[test]
+    fn our_own_failures_and_a_buffer_that_ran_over_accuse_nobody() {
+        let mut ownership = Ownership::new(0);
+        for ms in 0..100 {
+            ownership.answer_lost();
+            assert_eq!(ownership.answered(at(ms), 0, false), Owner::We);
+            assert_eq!(ownership.answered(at(ms), 5, true), Owner::We);
+            assert_eq!(ownership.answered(at(ms), 1_024, true), Owner::We);
+        }
+        assert_eq!(ownership.answered(at(100), 5, true), Owner::Contested);
+    }
+}

@@ -1,0 +1,214 @@
+//! One engine's drain as the ingest thread sees it: batches in, operations on its service's inventory out.
+
+#![forbid(unsafe_code)]
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use shards::ids::{EndpointIndex, HolderIndex, Rank};
+use shards::inventory::{OPS_PER_PUBLISH_MAX, Writer};
+
+use super::super::events::Reject;
+use super::super::poller::Waker;
+use super::super::status::StreamName;
+use super::drain::{Drain, DrainFrom, Phase, Report};
+use super::json::RANKS_MAX;
+use super::state::Op;
+
+/// Batches taken before the other sources have their turn.
+const BATCHES_PER_VISIT: usize = 4;
+
+/// What the control thread reads of a drain.
+pub(crate) type DrainStats = Arc<Mutex<Report>>;
+
+/// State and counters of one engine's drain.
+#[derive(Clone, Debug)]
+pub struct DrainStatus {
+    /// Which engine; its rank is always 0, and its address that of the drain.
+    pub name: StreamName,
+    /// Where it stands.
+    pub phase: Phase,
+    /// Why, where it is not well; what to do.
+    pub detail: String,
+    /// Answers with a list of events.
+    pub answers: u64,
+    /// Answers that never arrived whole.
+    pub answers_lost: u64,
+    /// Answers of another kind.
+    pub errors: u64,
+    /// Losses that only a second consumer explains.
+    pub ownership_faults: u64,
+    /// Events understood.
+    pub events: u64,
+    /// Plain full blocks announced.
+    pub blocks_stored: u64,
+    /// Blocks removed, those below a removed one included.
+    pub blocks_removed: u64,
+    /// Blocks whose parent is not known: they match nothing.
+    pub orphans: u64,
+    /// Blocks of an adapter, a salt or an image: they match nothing.
+    pub foreign: u64,
+    /// Blocks that were not full.
+    pub partial: u64,
+    /// Events of smaller attention windows.
+    pub other_pool: u64,
+    /// Moves between device memory and the host's.
+    pub moved: u64,
+    /// Removals of keys that were not known.
+    pub unknown_removals: u64,
+    /// Events lost, as their numbers say.
+    pub lost: u64,
+    /// Losses.
+    pub gaps: u64,
+    /// Engine restarts.
+    pub restarts: u64,
+    /// Ranks whose history before us is not known.
+    pub incomplete: u64,
+    /// Times a rank was emptied.
+    pub clears: u64,
+    /// Blocks given up because of the bound.
+    pub evicted: u64,
+    /// Blocks of another size than the rule's.
+    pub block_size_mismatches: u64,
+    /// Size of the last such block.
+    pub engine_block_tokens: Option<u32>,
+    /// What was not taken, by reason.
+    pub rejects: [(Reject, u64); Reject::ALL.len()],
+}
+
+impl DrainStatus {
+    pub(crate) fn new(name: &StreamName, stats: &DrainStats) -> Self {
+        // A report that was being written when its writer panicked is still one.
+        let report = stats.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let tally = report.tally;
+        DrainStatus {
+            name: name.clone(),
+            phase: report.phase,
+            detail: report.detail,
+            answers: report.answers,
+            answers_lost: report.answers_lost,
+            errors: report.errors,
+            ownership_faults: report.ownership_faults,
+            events: tally.events,
+            blocks_stored: tally.stored,
+            blocks_removed: tally.removed,
+            orphans: tally.orphans,
+            foreign: tally.foreign,
+            partial: tally.partial,
+            other_pool: tally.other_pool,
+            moved: tally.moved,
+            unknown_removals: tally.unknown_removals,
+            lost: tally.lost,
+            gaps: tally.gaps,
+            restarts: tally.restarts,
+            incomplete: tally.incomplete,
+            clears: tally.clears,
+            evicted: tally.evicted,
+            block_size_mismatches: tally.size_mismatches,
+            engine_block_tokens: Some(tally.engine_block_tokens).filter(|tokens| *tokens > 0),
+            rejects: Reject::ALL.map(|why| (why, tally.rejects[why as usize])),
+        }
+    }
+}
+
+/// The drain of one endpoint, with a holder per attention-DP rank.
+#[derive(Debug)]
+pub(crate) struct DrainSource {
+    pub(crate) name: StreamName,
+    pub(crate) from: DrainFrom,
+    drain: Drain,
+    endpoint: EndpointIndex,
+    holders: Vec<Option<HolderIndex>>,
+    eligible: bool,
+    distinct: u64,
+}
+
+impl DrainSource {
+    /// Starts the drain.
+    ///
+    /// # Errors
+    /// Where no thread can be had.
+    pub(crate) fn open(name: StreamName, from: DrainFrom, block_tokens: u32, waker: Waker) -> std::io::Result<Self> {
+        let drain = Drain::start(&from, &name.label, block_tokens, waker)?;
+        let endpoint = name.endpoint;
+        Ok(DrainSource { name, from, drain, endpoint, holders: Vec::new(), eligible: false, distinct: 0 })
+    }
+
+    /// What the control thread reads.
+    pub(crate) fn stats(&self) -> &DrainStats {
+        &self.drain.report
+    }
+
+    /// Whether a batch waits.
+    pub(crate) fn is_ready(&self) -> bool {
+        !self.drain.batches.is_empty()
+    }
+
+    /// Keys the engine has, each once whatever the number of its ranks.
+    pub(crate) fn distinct(&self) -> u64 {
+        self.distinct
+    }
+
+    /// Applies what has come, up to a bound.
+    pub(crate) fn visit(&mut self, writer: &mut Writer) {
+        for batch in self.drain.batches.try_iter().take(BATCHES_PER_VISIT).collect::<Vec<_>>() {
+            let mut since_publish = 0;
+            for op in batch.ops {
+                self.apply(op, writer);
+                since_publish += 1;
+                if since_publish >= OPS_PER_PUBLISH_MAX {
+                    since_publish = 0;
+                    // Refused: the queue holds the rest for the end of the cycle.
+                    let _ = writer.try_publish();
+                }
+            }
+            self.distinct = batch.distinct;
+            if batch.eligible != self.eligible {
+                self.eligible = batch.eligible;
+                for holder in self.holders.iter().flatten() {
+                    writer.set_eligible(*holder, batch.eligible);
+                }
+            }
+        }
+    }
+
+    fn apply(&mut self, op: Op, writer: &mut Writer) {
+        match op {
+            Op::Store(rank, key) => {
+                // Without a slot the block is not routed by; the next start of the engine asks again.
+                if let Some(holder) = self.holder(rank, writer) {
+                    writer.store(key, holder);
+                }
+            }
+            Op::Remove(rank, key) => {
+                if let Some(Some(holder)) = self.holders.get(usize::from(rank)) {
+                    writer.remove(key, *holder);
+                }
+            }
+            Op::Clear(rank) => {
+                if let Some(holder) = self.holders.get_mut(usize::from(rank)).and_then(Option::take) {
+                    writer.retire_holder(holder);
+                }
+            }
+        }
+    }
+
+    fn holder(&mut self, rank: u8, writer: &mut Writer) -> Option<HolderIndex> {
+        let place = usize::from(rank);
+        debug_assert!(place < RANKS_MAX);
+        if self.holders.len() <= place {
+            self.holders.resize(place + 1, None);
+        }
+        if self.holders[place].is_none() {
+            self.holders[place] = writer.add_holder(self.endpoint, Rank(rank));
+            if let (Some(holder), false) = (self.holders[place], self.eligible) {
+                writer.set_eligible(holder, false);
+            }
+        }
+        self.holders[place]
+    }
+
+    /// Ends the drain and gives its holders back.
+    pub(crate) fn close(self, writer: &mut Writer) {
+        self.holders.into_iter().flatten().for_each(|holder| writer.retire_holder(holder));
+    }
+}
