@@ -209,6 +209,14 @@ fn malformed_and_oversized_requests_are_refused_and_the_connection_is_closed() {
                 format!("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n{}", "b".repeat(2000)),
                 413,
             ),
+            // At once: waiting for what was announced would end in a 408.
+            ("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n".to_owned(), 413),
+            (
+                "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\nffffffffffffffff\r\n"
+                    .to_owned(),
+                413,
+            ),
+            ("GET / HTTP/1.1\r\nHost: a b@/\r\n\r\n".to_owned(), 400),
             ("CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n".to_owned(), 501),
             ("GET / HTTP/3.0\r\nHost: a\r\n\r\n".to_owned(), 505),
             ("GET / HTTP/1.1\r\nHos".to_owned(), 408),

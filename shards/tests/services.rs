@@ -30,6 +30,8 @@ fn host_path_and_model_choose_the_rule_and_what_none_wants_is_named() {
         (get("/exact?x", "b", ""), "plain 0"),
         (get("/p/q", "A.Example:80", ""), "host 0"),
         (get("/p/q", "b", ""), "path 0"),
+        (get("http://a.example:80/p/q", "b", ""), "host 0"),
+        (get("http://b/p/q", "a.example", ""), "path 0"),
         (get("/m", "b", "X-Model: org/m\r\n"), "model 0"),
         (get("/none", "b", ""), "no_route"),
         (get("/m", "b", "X-Model: other\r\n"), "model_unavailable"),

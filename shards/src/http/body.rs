@@ -94,6 +94,12 @@ impl Dechunker {
         Ok(self.scanner.is_done())
     }
 
+    /// Bytes of data that the chunk begun still announces.
+    #[must_use]
+    pub fn announced(&self) -> u64 {
+        self.scanner.announced()
+    }
+
     /// End of the decoded data in the buffer.
     #[must_use]
     pub fn data_end(&self) -> usize {

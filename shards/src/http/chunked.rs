@@ -70,6 +70,12 @@ impl ChunkScanner {
         self.state == State::Size && self.digits == 0
     }
 
+    /// Bytes of data that the chunk begun still announces.
+    #[must_use]
+    pub fn announced(&self) -> u64 {
+        if self.state == State::Data { self.size } else { 0 }
+    }
+
     /// Goes over framing up to data, or over data up to framing, as far as the input goes and is good.
     ///
     /// # Errors

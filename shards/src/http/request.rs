@@ -57,7 +57,7 @@ pub struct RequestHead {
     pub is_head: bool,
     /// The client asks for a web socket. Offers of other protocols are passed over: the request stands without them.
     pub upgrade: bool,
-    /// Value of `Host`.
+    /// The host that is asked for: the authority of an absolute target, else the value of `Host`.
     pub host: Option<Span>,
     /// Value of `X-Model`.
     pub model: Option<Span>,
@@ -153,6 +153,15 @@ fn read(head: &[u8], parsed: &httparse::Request<'_, '_>) -> Result<RequestHead, 
         return Err(HeadError::Malformed("a request line that does not end in CR LF"));
     }
     read_headers(head, parsed.headers, &mut request)?;
+    if request.path.start > request.target.start {
+        // "http://authority/path": the authority overrides `Host` (RFC 9112, 3.2.2).
+        let scheme = target.find("://").map_or(0, |colon| colon + 3);
+        let authority = Span { start: request.target.start + scheme, end: request.path.start };
+        if authority.start == authority.end || !authority.of(head).iter().all(|byte| is_of_host(*byte)) {
+            return Err(HeadError::Malformed("the target's authority is empty or has characters that no host has"));
+        }
+        request.host = Some(authority);
+    }
     if method == "CONNECT" {
         return Err(HeadError::Unsupported("CONNECT: this gateway tunnels nothing"));
     }
@@ -184,6 +193,9 @@ fn read_headers(head: &[u8], headers: &[httparse::Header<'_>], request: &mut Req
         } else if is("host") {
             if request.host.is_some() {
                 return Err(HeadError::Malformed("more than one Host"));
+            }
+            if !line.value.iter().all(|byte| is_of_host(*byte)) {
+                return Err(HeadError::Malformed("Host has characters that no host has"));
             }
             request.host = Some(line.value_span);
         } else if is("expect") {
@@ -228,6 +240,11 @@ fn read_headers(head: &[u8], headers: &[httparse::Header<'_>], request: &mut Req
         return Err(HeadError::Malformed("no Host"));
     }
     Ok(())
+}
+
+/// Whether a host or its port may contain the byte (RFC 3986, 3.2.2).
+fn is_of_host(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"-._~%!$&'()*+,;=:[]".contains(&byte)
 }
 
 /// Adds the lines that a `Connection` header names, keeping the order.
@@ -322,6 +339,29 @@ mod tests {
         ] {
             assert!(check(head).is_err(), "{why}: {head:?}");
         }
+    }
+
+    #[test]
+    fn a_host_with_characters_that_no_host_has_is_refused() {
+        for host in ["a b@/", "a/", "u@a", "a?b", "a#b", "\u{e4}", "a\tb", "<a>"] {
+            assert!(check(&format!("GET / HTTP/1.1\r\nHost: {host}\r\n\r\n")).is_err(), "{host:?}");
+        }
+        for host in ["", "a_b.example:80", "[::1]:80", "10.0.0.1", "xn--a-0fa"] {
+            complete(&format!("GET / HTTP/1.1\r\nHost: {host}\r\n\r\n"));
+        }
+        for target in ["http:///x", "http://u@a/x", "http://?x"] {
+            assert!(check(&format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n")).is_err(), "{target}");
+        }
+    }
+
+    #[test]
+    fn the_authority_of_an_absolute_target_overrides_host() {
+        for target in ["http://b:80/x", "http://b:80", "http://b:80?x"] {
+            let head = format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n");
+            assert_eq!(text(complete(&head).host.expect("a host"), &head), "b:80");
+        }
+        let head = "GET /http://b/ HTTP/1.1\r\nHost: a\r\n\r\n";
+        assert_eq!(text(complete(head).host.expect("a host"), head), "a");
     }
 
     #[test]

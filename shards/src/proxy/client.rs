@@ -181,9 +181,7 @@ impl Client {
             let complete = match wanted {
                 Some(end) => (bytes.len() >= end).then_some((end, end)),
                 None => match decoder.advance(&mut bytes) {
-                    Ok(_) if decoder.data_end() - head.len > limits.body_bytes_max.min(CHUNKED_BYTES_MAX) => {
-                        return Err(too_large());
-                    }
+                    Ok(_) if is_beyond(&decoder, head.len, limits) => return Err(too_large()),
                     Ok(true) => Some((decoder.data_end(), decoder.body_end())),
                     Ok(false) => None,
                     Err(error) => return Err(Incoming::Refused(Refusal::BadRequest(error.to_string()))),
@@ -284,6 +282,12 @@ impl Stop {
             Stop::End(End::Closed | End::Failed(_)) | Stop::Interrupt(_) => Incoming::Closed,
         }
     }
+}
+
+/// Whether a chunked body, decoded so far and with the chunk begun, is beyond its limit.
+fn is_beyond(decoder: &Dechunker, start: usize, limits: &Limits) -> bool {
+    let bytes = ((decoder.data_end() - start) as u64).saturating_add(decoder.announced());
+    bytes > limits.body_bytes_max.min(CHUNKED_BYTES_MAX) as u64
 }
 
 fn refusal_of(error: HeadError) -> Refusal {
