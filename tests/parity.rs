@@ -39,7 +39,8 @@ impl Fleet {
         let port = free_port();
         let rule = fleet::rule(port, &tokenizers, &engines);
         let rule = rule.replace("kvBlockSize = 16", "kvBlockSize = 16\nkvColdstartSeedN = 0\nkvSpillRelief = false");
-        let gateway = Gateway::start(Options { config: change(rule), ..Options::default() });
+        let environment = vec![("LOXILB_KV_ZERO_HIT_N", "5".to_owned())];
+        let gateway = Gateway::start(Options { config: change(rule), environment, ..Options::default() });
         let fleet = Fleet { gateway, engines, address: ([127, 0, 0, 1], port).into(), _tokenizers: tokenizers };
         wait_for("both event streams are connected", || {
             (fleet.both("loxilb_kv_subscriber_connected") == 2.0).then_some(())
@@ -62,7 +63,8 @@ impl Fleet {
     }
 
     fn ask(&self, body: &Value) -> Value {
-        let answer = client::post(self.address, "/v1/completions", body);
+        let path = if body.get("messages").is_some() { "/v1/chat/completions" } else { "/v1/completions" };
+        let answer = client::post(self.address, path, body);
         assert_eq!(answer.status, 200, "{}", answer.text());
         answer.json()
     }
@@ -187,4 +189,46 @@ fn an_engine_that_comes_back_with_another_seed_is_judged_anew() {
     fleet.prompts_hit_when_they_come_again(PROMPTS..2 * PROMPTS);
     let judged = fleet.parity();
     assert!(judged.iter().all(|rank| rank["verdict"] == "derived" && rank["faults"] == json!(["seed"])), "{judged:?}");
+}
+
+fn chat(number: usize) -> Value {
+    let text = format!("Question number {number} about a river, a stone and a boat. ").repeat(20);
+    let messages = json!([{"role": "user", "content": text}]);
+    json!({"model": "kvlane/demo", "messages": messages, "max_tokens": 1})
+}
+
+#[test]
+fn another_chat_template_shows_by_use_and_clears_by_itself() {
+    let template = Scratch::new("template");
+    let file = template.path().join("other.jinja");
+    std::fs::write(&file, "{% for m in messages %}<other>{{ m.role }}: {{ m.content }}{% endfor %}").expect("writable");
+    let line = format!("kvBlockSize = 16\nkvChatTemplate = \"{}\"", file.display());
+    let fleet = Fleet::start("--seed 0", |rule| rule.replace("kvBlockSize = 16", &line));
+    let alarms = |leg: &str| fleet.parity().iter().filter(|rank| rank["by_use"]["alarm"]["leg"] == leg).count();
+    let sum = |name: &str| fleet.parity().iter().filter_map(|rank| rank["by_use"][name].as_u64()).sum::<u64>();
+    for number in 0..24 {
+        fleet.ask(&chat(number));
+        if number % 4 == 3 {
+            // A sample of predictions is taken: the next prompts wait until these are judged.
+            wait_for("these are judged", || (sum("missed") > number as u64).then_some(()));
+        }
+    }
+    wait_for("both endpoints have their alarm", || (alarms("template") == 2).then_some(()));
+    assert_eq!(fleet.gateway.metric("kvlane_parity_alarm", &[("leg", "template")]), Some(1.0));
+    let rank = fleet.parity().remove(0);
+    assert_eq!((&rank["verdict"], &rank["faults"]), (&json!("exact"), &json!([])), "the keys themselves are right");
+    assert!(fleet.gateway.log().contains("kvChatTemplate"), "the log says what to compare");
+    assert_eq!(sum("fulfilled"), 0);
+
+    // Prompts that come again hit nothing, which the watchdog sees.
+    assert_eq!(fleet.gateway.metric("loxilb_pd_kv_zero_hit_watchdog_total", &[]), Some(0.0), "each came once");
+    (0..5).for_each(|number| _ = fleet.ask(&chat(number)));
+    assert_eq!(fleet.gateway.metric("loxilb_pd_kv_zero_hit_watchdog_total", &[]), Some(1.0));
+
+    // Prompts without a template are right: the first of them clears the alarm.
+    for number in 0..4 {
+        fleet.ask(&prompt(number));
+    }
+    wait_for("no alarm is left", || (alarms("template") == 0).then_some(()));
+    assert!(sum("fulfilled") > 0);
 }

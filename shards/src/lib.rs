@@ -11,6 +11,7 @@ pub mod ids;
 pub mod inventory;
 pub mod limits;
 pub mod load;
+pub mod predictions;
 pub mod prompt;
 pub mod proxy;
 pub mod route;

@@ -14,6 +14,7 @@ use crate::block::{HashAlgo, NoneHash};
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
 use crate::load::LoadSlot;
+use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 
 /// Everything a shard needs to serve: handed over whole, swapped at once.
@@ -108,6 +109,8 @@ pub struct KvExact {
     pub seed_every: u32,
     /// An endpoint that holds fewer blocks is cold (`LOXILB_KV_COLDSTART_MIN_BLOCKS`); 0 = only an empty one is.
     pub seed_min_blocks: u32,
+    /// So many repeated prompts in a row without a hit are worth a warning (`LOXILB_KV_ZERO_HIT_N`).
+    pub zero_hit_every: u32,
     /// The service's inventory, to be read.
     pub inventory: inventory::ReaderFactory,
 }
@@ -142,6 +145,8 @@ impl Endpoint {
 pub struct ServiceShared {
     /// Tier 1.5 hits counted while another eligible endpoint was cold; one counter for all shards.
     pub seed_ticks: AtomicU64,
+    /// Whether repeated prompts hit.
+    pub zero_hits: ZeroHits,
     /// Counters, a row per shard.
     pub stats: Box<[ServiceStats]>,
 }
@@ -150,7 +155,11 @@ impl ServiceShared {
     /// Fresh state for a process of `shards` shards.
     #[must_use]
     pub fn new(shards: usize) -> Self {
-        ServiceShared { seed_ticks: AtomicU64::new(0), stats: (0..shards).map(|_| ServiceStats::default()).collect() }
+        ServiceShared {
+            seed_ticks: AtomicU64::new(0),
+            zero_hits: ZeroHits::default(),
+            stats: (0..shards).map(|_| ServiceStats::default()).collect(),
+        }
     }
 
     /// The row that the shard alone writes.
@@ -255,6 +264,8 @@ pub struct EndpointShared {
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
+    /// What shards expect its engine to hold, for the ingest thread.
+    pub predictions: Predictions,
     /// Counters, a row per shard.
     pub stats: Box<[EndpointStats]>,
 }
@@ -269,6 +280,7 @@ impl EndpointShared {
             up: AtomicBool::new(true),
             connect_failures: AtomicU32::new(0),
             kv_blocks: AtomicU64::new(0),
+            predictions: Predictions::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),
         }
     }

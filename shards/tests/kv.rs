@@ -59,6 +59,7 @@ fn gateway(rung: shards::executor::Rung, model: &Arc<Model>, engines: &[&Engine]
         mean_load_factor: 175,
         seed_every: 0,
         seed_min_blocks: 16,
+        zero_hit_every: 50,
         inventory: factory,
     });
     gateway.service = Arc::new(service);

@@ -169,6 +169,11 @@ fn services(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
         })
     });
     families.counter("kvlane_responses", "Answers of endpoints by status class", responses)?;
+    let fired = view.entries.iter().map(|entry| {
+        let labels = vec![("service_id", entry.id.0.to_string())];
+        (labels, entry.shared.zero_hits.fired.load(Ordering::Relaxed))
+    });
+    families.counter("loxilb_pd_kv_zero_hit_watchdog", "Runs of repeated prompts that hit no cache", fired)?;
     type Read = fn(&ServiceStats) -> &AtomicU64;
     let counters: [(&str, &str, Read); 4] = [
         ("kvlane_no_healthy_backend", "Requests refused because no endpoint was usable", |s| &s.no_healthy_backend),

@@ -12,6 +12,7 @@
 //! | `detail` | what was found and what to do, a sentence |
 //! | `rule` | `kvHashAlgo` and `kvBlockSize` of the rule |
 //! | `engine_block_tokens` | the engine's block size where it is not the rule's, else null |
+//! | `by_use` | of the endpoint: predictions `fulfilled` and `missed` (after an answer, are the prompt's blocks there?), and `alarm`: null, or the `leg` that a run of misses points to (`template`, `template_input`, `tokenizer`) with its `detail` |
 //! | `orphans`, `complete` | blocks whose beginning was never announced to us; complete = there are none |
 
 use std::collections::HashMap;
@@ -59,6 +60,11 @@ fn show(stream: &StreamStatus, view: &View) -> Value {
         "detail": finding.detail,
         "rule": kv.map(|kv| json!({ "kvHashAlgo": algo_name(kv.algo), "kvBlockSize": kv.block_tokens })),
         "engine_block_tokens": stream.engine_block_tokens,
+        "by_use": {
+            "fulfilled": stream.by_use.fulfilled,
+            "missed": stream.by_use.missed,
+            "alarm": stream.by_use.alarm.map(|leg| json!({ "leg": leg.name(), "detail": leg.detail() })),
+        },
         "orphans": stream.orphans,
         "complete": stream.orphans == 0,
     })

@@ -24,6 +24,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use shards::block::Contract;
 use shards::ids::BlockKey;
@@ -33,6 +34,7 @@ use super::calibrate::{Believed, Calibrator, Finding, Way};
 use super::counts::{Change, CopyCounts};
 use super::derived::{NotDerived, OwnKeys};
 use super::events::{Batch, Event, Keys, Reject, Removed, Stored};
+use super::parity::{ByUse, UseLeg, UseStats};
 use super::status::{StreamStats, add};
 
 /// Attention groups of one cache. Beyond it: the event is rejected.
@@ -151,6 +153,8 @@ pub(crate) struct Copies {
     entries: usize,
     /// Keys that at least one rank holds.
     distinct: u64,
+    /// Whether prompts have the blocks they were predicted to have.
+    pub(crate) by_use: ByUse,
     /// Of the store at hand; kept for their memory.
     own_keys: Vec<BlockKey>,
     tokens: Vec<u32>,
@@ -167,7 +171,8 @@ impl Copies {
         };
         let ranks = (0..ranks).map(|_| cache()).collect();
         let (own_keys, tokens) = (Vec::new(), Vec::new());
-        Copies { rule_tokens, blocks_max, ranks, entries: 0, distinct: 0, own_keys, tokens }
+        let by_use = ByUse::default();
+        Copies { rule_tokens, blocks_max, ranks, entries: 0, distinct: 0, by_use, own_keys, tokens }
     }
 
     /// Keys the endpoint holds, each once whatever the number of ranks or copies.
@@ -198,11 +203,18 @@ impl Copies {
         if self.ranks[rank].entries() == 0 {
             return;
         }
+        self.by_use.forget();
         self.forget(rank);
         self.ranks[rank].groups.clear();
         add(&stats.clears, 1);
         stats.held.store(0, Ordering::Relaxed);
         op(Op::Clear);
+    }
+
+    /// Judges what was predicted of the endpoint; a change of its alarm.
+    pub(crate) fn judge(&mut self, now: Instant, stats: &UseStats) -> Option<Option<UseLeg>> {
+        let ranks = &self.ranks;
+        self.by_use.judge(now, stats, |key| ranks.iter().any(|rank| rank.contains(key)))
     }
 
     /// Takes what one rank holds out of the endpoint's sums.
@@ -218,6 +230,7 @@ impl Copies {
 
     /// Counts one rank's blocks by other keys from now on.
     fn rekey(&mut self, rank: usize, way: Way, op: &mut impl FnMut(Op)) {
+        self.by_use.forget();
         self.forget(rank);
         self.ranks[rank].rekey(way, self.rule_tokens);
         self.entries += self.ranks[rank].entries();
@@ -303,6 +316,9 @@ impl Copies {
             return Ok(());
         }
         add(&stats.blocks_stored, u64::from(stored.keys.len()));
+        if stored.parent.is_none() {
+            self.by_use.first_block();
+        }
         if cache.derived {
             let keys = std::mem::take(&mut self.own_keys);
             keys.iter().for_each(|key| self.add(rank, group, *key, again, stats, op));
@@ -349,6 +365,7 @@ impl Copies {
                     if !cache.contains(key) {
                         cache.own.forget(engine);
                     }
+                    self.by_use.evicted(key);
                     self.last_copy(rank, group, key, op);
                 }
                 Change::Unknown => add(&stats.unknown_removals, 1),

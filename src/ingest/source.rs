@@ -12,6 +12,7 @@ use super::calibrate::{Finding, Verdict};
 use super::copies::{Copies, Keying, Op};
 use super::events::Reject;
 use super::framing::Framed;
+use super::parity::UseStats;
 use super::poller::Poller;
 use super::sockets::{Contexts, Frames, Link, Watched};
 use super::status::{Replay, StreamName, StreamStats, add};
@@ -174,6 +175,7 @@ impl Source {
         from: RankSource,
         place: usize,
         token: u64,
+        by_use: &Arc<UseStats>,
         writer: &mut Writer,
         io: &mut Io<'_>,
     ) -> Self {
@@ -208,7 +210,7 @@ impl Source {
             eligible: false,
             finding: Finding::default(),
             complained_of: 0,
-            stats: Arc::default(),
+            stats: Arc::new(StreamStats { by_use: Arc::clone(by_use), ..StreamStats::default() }),
             name,
             from,
         }
@@ -270,6 +272,11 @@ impl Source {
     /// False where the address was refused.
     pub(crate) fn is_open(&self) -> bool {
         self.socket.is_some()
+    }
+
+    /// Whether its blocks are what its engine holds.
+    pub(crate) fn is_eligible(&self) -> bool {
+        self.eligible
     }
 
     /// Whether the inventory had no slot for it.

@@ -3,12 +3,13 @@
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 
 use super::calibrate::Finding;
 use super::events::Reject;
+use super::parity::{UseStats, UseStatus};
 
 /// Adds to a counter that only the calling thread writes.
 pub(crate) fn add(counter: &AtomicU64, n: u64) {
@@ -61,6 +62,8 @@ pub(crate) struct StreamStats {
     pub(crate) replay: AtomicU32,
     /// How the rank's blocks are keyed; written when that changes, which is rare.
     pub(crate) finding: Mutex<Option<Finding>>,
+    /// Of the endpoint: all its ranks have the same.
+    pub(crate) by_use: Arc<UseStats>,
 }
 
 impl StreamStats {
@@ -122,6 +125,7 @@ impl StreamStats {
                 1 => Replay::Works,
                 _ => Replay::Missing,
             },
+            by_use: self.by_use.status(),
             finding: self.finding.lock().unwrap_or_else(PoisonError::into_inner).clone(),
         }
     }
@@ -200,6 +204,8 @@ pub struct StreamStatus {
     pub last_event_ms: Option<u64>,
     /// Whether the engine answers replay requests.
     pub replay: Replay,
+    /// Whether the endpoint's prompts have the blocks they were predicted to have.
+    pub by_use: UseStatus,
     /// How the rank's blocks are keyed, and why; none where nothing is verified.
     pub finding: Option<Finding>,
 }

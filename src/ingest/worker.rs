@@ -16,6 +16,7 @@ use shards::service::EndpointShared;
 
 use super::calibrate::Believed;
 use super::copies::Copies;
+use super::parity::UseStats;
 use super::poller::Poller;
 use super::sockets::{Contexts, Frames};
 use super::source::{Io, Left, Source};
@@ -31,6 +32,8 @@ const TICK_IDLE: Duration = Duration::from_millis(1);
 const IDLE_AFTER: Duration = Duration::from_millis(100);
 /// How often overdue replays are looked for.
 const TICK_REPLAY: Duration = Duration::from_millis(10);
+/// How often what shards predicted is looked at.
+const TICK_PREDICTIONS: Duration = Duration::from_millis(500);
 /// Publishes of one inventory per cycle; what is left is published in the next, which does not wait.
 const PUBLISHES_PER_CYCLE: usize = 4;
 /// Operations pending beyond which a service's sources are not read: its readers hold up every publish.
@@ -74,9 +77,37 @@ impl Service {
 
 struct Endpoint {
     shared: Arc<EndpointShared>,
+    label: String,
+    by_use: Arc<UseStats>,
     copies: Copies,
     sources: Vec<Source>,
     drain: Option<DrainSource>,
+}
+
+impl Endpoint {
+    /// Takes what shards predicted, and judges what is due.
+    fn check_predictions(&mut self, now: Instant) {
+        if self.drain.is_some() {
+            // A drain's blocks are not among the copies: there is nothing to judge by.
+            while self.shared.predictions.take().is_some() {}
+            return;
+        }
+        while let Some(prediction) = self.shared.predictions.take() {
+            self.copies.by_use.predicted(prediction, now);
+        }
+        if !self.sources.iter().all(Source::is_eligible) {
+            self.copies.by_use.forget();
+        }
+        match self.copies.judge(now, &self.by_use) {
+            Some(Some(leg)) => {
+                tracing::warn!(endpoint = self.label, leg = leg.name(), "parity by use: {}", leg.detail())
+            }
+            Some(None) => {
+                tracing::info!(endpoint = self.label, "parity by use: prompts have their predicted blocks again")
+            }
+            None => {}
+        }
+    }
 }
 
 /// Where the source behind a token is.
@@ -113,6 +144,8 @@ pub(crate) struct Worker {
     loads: Option<Loads>,
     blocks_max: usize,
     replay_timeout: Duration,
+    /// When predictions were looked at last.
+    predictions_checked: Instant,
 }
 
 /// What a worker is made from.
@@ -144,6 +177,7 @@ impl Worker {
             loads: options.loads.map(|table| Loads { table, published: now, busy: now }),
             blocks_max: options.blocks_max,
             replay_timeout: options.replay_timeout,
+            predictions_checked: now,
         }
     }
 
@@ -169,6 +203,7 @@ impl Worker {
                 }
             }
             self.check_replays();
+            self.check_predictions();
             pending = self.publish();
             self.publish_loads();
         }
@@ -181,7 +216,8 @@ impl Worker {
         });
         let refused = (pending == Pending::Refused).then_some(TICK);
         let replays = (!self.replaying.is_empty()).then_some(TICK_REPLAY);
-        [loads, refused, replays].into_iter().flatten().min()
+        let predictions = (!self.services.is_empty()).then_some(TICK_PREDICTIONS);
+        [loads, refused, replays, predictions].into_iter().flatten().min()
     }
 
     fn visit(&mut self, token: u64) {
@@ -264,6 +300,17 @@ impl Worker {
         left
     }
 
+    fn check_predictions(&mut self) {
+        let now = Instant::now();
+        if now.duration_since(self.predictions_checked) < TICK_PREDICTIONS {
+            return;
+        }
+        self.predictions_checked = now;
+        for endpoint in self.services.values_mut().flat_map(|service| service.endpoints.values_mut()) {
+            endpoint.check_predictions(now);
+        }
+    }
+
     fn publish_loads(&mut self) {
         let Some(loads) = &mut self.loads else { return };
         let now = Instant::now();
@@ -340,7 +387,11 @@ impl Worker {
             return;
         }
         let copies = Copies::new(ranks.len(), service.block_tokens, self.blocks_max, service.believed.as_ref());
-        service.endpoints.insert(index, Endpoint { shared, copies, sources: Vec::new(), drain: None });
+        // What was predicted before somebody listened is of no use; from now on it is.
+        while shared.predictions.take().is_some() {}
+        let by_use = Arc::default();
+        let endpoint = Endpoint { shared, label: label.clone(), by_use, copies, sources: Vec::new(), drain: None };
+        service.endpoints.insert(index, endpoint);
         for from in ranks {
             self.open_source(id, index, &label, from);
         }
@@ -382,7 +433,8 @@ impl Worker {
         let token = self.token_next;
         self.token_next += 1;
         let source = endpoint.sources.len();
-        endpoint.sources.push(Source::open(name, from, source, token, &mut service.writer, &mut io));
+        let by_use = Arc::clone(&endpoint.by_use);
+        endpoint.sources.push(Source::open(name, from, source, token, &by_use, &mut service.writer, &mut io));
         self.shared.register(&endpoint.sources[source]);
         self.places.insert(token, Place { service: id, endpoint: index, source });
         self.ready.insert(token);

@@ -57,6 +57,7 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory) -> KvExact {
         mean_load_factor: kv.mean_load_factor,
         seed_every: kv.seed_every,
         seed_min_blocks: kv.seed_min_blocks,
+        zero_hit_every: kv.zero_hit_every,
         inventory,
     }
 }

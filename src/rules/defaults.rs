@@ -19,6 +19,8 @@ pub struct KvDefaults {
     pub seed_min_blocks: u32,
     /// `LOXILB_KV_MEAN_LOAD_FACTOR`, 100 to 1000 percent.
     pub mean_load_factor: u32,
+    /// `LOXILB_KV_ZERO_HIT_N`, 1 to 1,000,000 repeated prompts without a hit.
+    pub zero_hit_every: u32,
     /// `LOXILB_KV_MAX_BLOCKS`, 1,000 to 100,000,000 per endpoint.
     pub max_blocks: u32,
     /// `LLB_KV_REPLAY_PORT_OFFSET`; 0 = no replay.
@@ -34,6 +36,7 @@ impl Default for KvDefaults {
             seed_every: 16,
             seed_min_blocks: 16,
             mean_load_factor: 175,
+            zero_hit_every: 50,
             max_blocks: 1_000_000,
             replay_port_offset: 1000,
         }
@@ -55,6 +58,7 @@ impl KvDefaults {
             seed_every: env.number("LOXILB_KV_COLDSTART_SEED_N", 0, 1_000_000, default.seed_every),
             seed_min_blocks: env.number("LOXILB_KV_COLDSTART_MIN_BLOCKS", 0, 100_000_000, default.seed_min_blocks),
             mean_load_factor: env.number("LOXILB_KV_MEAN_LOAD_FACTOR", 100, 1000, default.mean_load_factor),
+            zero_hit_every: env.number("LOXILB_KV_ZERO_HIT_N", 1, 1_000_000, default.zero_hit_every),
             max_blocks: env.number("LOXILB_KV_MAX_BLOCKS", 1000, 100_000_000, default.max_blocks),
             replay_port_offset: u16::try_from(env.number("LLB_KV_REPLAY_PORT_OFFSET", 0, 65_535, 1000))
                 .expect("the range ends at 65,535"),

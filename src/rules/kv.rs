@@ -73,6 +73,7 @@ pub(super) fn read(
         spill_relief: fields.flag(report, "kvSpillRelief").or(defaults.spill_relief).unwrap_or(true),
         seed_every: number(fields, report, "kvColdstartSeedN", 0, 1_000_000, defaults.seed_every),
         seed_min_blocks: number(fields, report, "kvColdstartMinBlocks", 0, 100_000_000, defaults.seed_min_blocks),
+        zero_hit_every: defaults.zero_hit_every,
         mean_load_factor: number(fields, report, "kvMeanLoadFactor", 100, 1000, defaults.mean_load_factor),
     };
     (engine, facts.single_pool().then_some(kv))

@@ -169,6 +169,8 @@ pub struct KvRule {
     pub seed_min_blocks: u32,
     /// `kvMeanLoadFactor`, percent.
     pub mean_load_factor: u32,
+    /// `LOXILB_KV_ZERO_HIT_N`.
+    pub zero_hit_every: u32,
 }
 
 /// A chat template named by a rule.

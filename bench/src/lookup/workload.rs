@@ -106,6 +106,7 @@ impl Decider {
             mean_load_factor: 175,
             seed_every: 16,
             seed_min_blocks: 16,
+            zero_hit_every: 50,
             inventory,
         };
         let service = Service {

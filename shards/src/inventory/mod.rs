@@ -149,6 +149,12 @@ impl Guard<'_> {
         self.0.other_spaces()
     }
 
+    /// The key space of an endpoint's holders; none where it has none, or they are in several.
+    #[must_use]
+    pub fn space_of(&self, endpoint: EndpointIndex) -> Option<SpaceIndex> {
+        self.0.space_of(endpoint)
+    }
+
     /// Number of segments, for [`Guard::segment_keys`].
     #[must_use]
     pub fn segments(&self) -> usize {

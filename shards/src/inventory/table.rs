@@ -119,6 +119,14 @@ impl Table {
         used.filter_map(|(index, slot)| Some((SpaceIndex(index as u8), slot.space?)))
     }
 
+    /// The space of all slots in use of an endpoint, where they agree.
+    pub(super) fn space_of(&self, endpoint: EndpointIndex) -> Option<SpaceIndex> {
+        let in_use = self.slots.iter().filter(|slot| slot.state != SlotState::Retired && slot.endpoint == endpoint);
+        let mut spaces = in_use.map(|slot| slot.space);
+        let first = spaces.next()?;
+        spaces.all(|space| space == first).then_some(first)
+    }
+
     /// The holders of a key.
     pub(super) fn find(&self, key: BlockKey) -> SetRef {
         let hash = hash_of(self.salt, key);

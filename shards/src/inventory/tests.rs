@@ -468,6 +468,7 @@ fn a_walk_sees_the_holders_of_its_own_key_space_alone() {
     assert_eq!(by_holder(&walk, &guard), BTreeMap::from([((1, 0), 4)]));
     assert_eq!(guard.other_spaces().collect::<Vec<_>>(), [(space, derived(32))]);
     assert_eq!(dump(&guard, 1), (0..4).collect(), "the dump shows every endpoint's keys");
+    assert_eq!([0, 1, 2].map(|index| guard.space_of(EndpointIndex(index))), [Some(SpaceIndex::OWN), Some(space), None]);
 }
 
 #[test]

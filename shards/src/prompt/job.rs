@@ -150,9 +150,8 @@ impl<'a> Job<'a> {
         self.others.push(other);
     }
 
-    /// Keys that a stream beside the job's own made since the last call, moved into `keys`.
+    /// Keys that a stream beside the job's own made since the last call, appended to `keys`.
     pub fn take_other_keys(&mut self, stream: usize, keys: &mut Vec<BlockKey>) {
-        keys.clear();
         keys.append(&mut self.others[stream].keys);
     }
 
@@ -206,6 +205,12 @@ impl<'a> Job<'a> {
     #[must_use]
     pub fn keys(&self) -> &[BlockKey] {
         &self.keys
+    }
+
+    /// All keys made so far, given away: the job is over.
+    pub fn give_keys(&mut self) -> Vec<BlockKey> {
+        self.taken = 0;
+        std::mem::take(&mut self.keys)
     }
 
     /// Tokens of the prompt: exact once done, else an estimate from bytes left.

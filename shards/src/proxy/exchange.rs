@@ -15,6 +15,7 @@ use super::upstream::{Pool, Upstream};
 use super::watch::Interrupt;
 use crate::http::{RequestBody, RequestHead, edit};
 use crate::ids::EndpointIndex;
+use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::route::{self, Chooser, Decision, Tier};
 use crate::service::{Endpoint, count};
@@ -25,6 +26,9 @@ const CONNECTS_MAX: usize = 16;
 /// Times a request may be sent: on a kept connection that turns out to be dead, on a fresh one to the same endpoint that
 /// dies with its process, and to another endpoint. Not more, or a request that kills engines would kill them all.
 const SENDS_MAX: u32 = 3;
+
+/// Bytes of a body that are searched for a system message and tools, for a diagnosis.
+const PARTS_SOUGHT: usize = 16 * 1024;
 
 /// What becomes of the client connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,7 +74,9 @@ async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Ro
         }
     };
     let resendable = is_resendable(&view);
-    let mut attempt = Attempt { proxy, local, request, from: None, sends: 0, resendable, began: false };
+    // Asked now: the head is edited before it is sent.
+    let api = Api::of(view.method(), view.path());
+    let mut attempt = Attempt { proxy, local, request, api, from: None, sends: 0, resendable, began: false, status: 0 };
     let outcome = attempt.run(client, &score).await;
     let request = attempt.request;
     match outcome {
@@ -117,6 +123,8 @@ struct Attempt<'a> {
     proxy: &'a Proxy,
     local: &'a LocalService,
     request: Request,
+    /// What the request asks for, where it has a prompt.
+    api: Option<Api>,
     /// Where the forwarded head begins in the request's bytes, once it has been made.
     from: Option<usize>,
     /// Times the request was sent.
@@ -124,6 +132,8 @@ struct Attempt<'a> {
     resendable: bool,
     /// The answer's head has come.
     began: bool,
+    /// Its status.
+    status: u16,
 }
 
 impl Attempt<'_> {
@@ -148,6 +158,9 @@ impl Attempt<'_> {
                 let reused = upstream.reused;
                 match self.forward(client, endpoint, pool, upstream).await {
                     Ok(next) => {
+                        if self.status == 200 {
+                            self.predict(score, decision.endpoint);
+                        }
                         drop(reservation);
                         return Ok(next);
                     }
@@ -238,6 +251,7 @@ impl Attempt<'_> {
             endpoint.shared.connect_failures.store(0, Ordering::Relaxed);
         }
         self.began = true;
+        self.status = begun.head.status;
         let stats = self.local.service.shared.stats_of(proxy.id);
         count(&stats.responses[usize::from(begun.head.status / 100).min(5)]);
         let head = &self.request.head;
@@ -251,6 +265,26 @@ impl Attempt<'_> {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
         }
         Ok(if terms.close { Next::Close } else { Next::Request })
+    }
+
+    /// Says what the endpoint that has answered must hold now, for parity by use.
+    fn predict(&self, score: &Score, endpoint: EndpointIndex) {
+        let Some(reader) = &self.local.reader else { return };
+        let predictions = &self.local.service.endpoints[endpoint.index()].shared.predictions;
+        if !predictions.wanted() {
+            return;
+        }
+        let body = &self.request.bytes[self.request.head.len..];
+        let begins = &body[..body.len().min(PARTS_SOUGHT)];
+        let has = |part: &str| begins.windows(part.len()).any(|at| at == part.as_bytes());
+        let kind = match self.api {
+            Some(Api::ChatCompletions) if has("\"tools\"") || has("\"system\"") => PromptKind::ChatWithParts,
+            Some(Api::ChatCompletions) => PromptKind::Chat,
+            _ => PromptKind::Completion,
+        };
+        if let Some(prediction) = score.predict(reader, endpoint, kind) {
+            predictions.offer(prediction);
+        }
     }
 
     fn failure(&self, fault: Fault) -> Failure {
@@ -278,6 +312,16 @@ impl Attempt<'_> {
         let Some(kv) = &service.kv else { return };
         if matches!(score, Score::NotAsked) {
             return;
+        }
+        let knows_blocks = || service.endpoints.iter().any(|e| e.shared.kv_blocks.load(Ordering::Relaxed) > 0);
+        if let Some((first, hit)) = score.first_block()
+            && service.shared.zero_hits.note(first, hit, kv.zero_hit_every, knows_blocks)
+        {
+            tracing::warn!(
+                rule = service.id.0,
+                prompts = kv.zero_hit_every,
+                "so many prompts that were sent before hit no cache: see /netlox/v1/config/ai/kv/parity"
+            );
         }
         let shard = self.proxy.id;
         if let Some(reason) = decision.miss {

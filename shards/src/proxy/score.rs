@@ -3,8 +3,9 @@
 
 use crate::block::{KeyStream, PromptExtras};
 use crate::executor::Ticket;
-use crate::ids::BlockKey;
+use crate::ids::{BlockKey, EndpointIndex};
 use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
+use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{Api, BodyView, Job, Lookup, ModelTable, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason};
@@ -24,6 +25,8 @@ pub enum Score {
         prompt_tokens: u64,
         /// Contiguous runs from block 0.
         runs: Vec<Run>,
+        /// The keys that they are runs of.
+        keys: PromptKeys,
     },
 }
 
@@ -34,7 +37,42 @@ impl Score {
         match self {
             Score::NotAsked => Evidence::None(MissReason::ModeOff),
             Score::Miss(reason) => Evidence::None(*reason),
-            Score::Runs { prompt_tokens, runs } => Evidence::Scored { prompt_tokens: *prompt_tokens, runs },
+            Score::Runs { prompt_tokens, runs, .. } => Evidence::Scored { prompt_tokens: *prompt_tokens, runs },
+        }
+    }
+}
+
+/// Keys of a prompt's first blocks, by key space: at least as many as the longest run.
+#[derive(Debug)]
+pub struct PromptKeys {
+    own: Vec<BlockKey>,
+    others: Vec<InSpace>,
+}
+
+impl Score {
+    /// The prompt's first block, in the service's own keys, and whether any of it is held.
+    #[must_use]
+    pub fn first_block(&self) -> Option<(BlockKey, bool)> {
+        let Score::Runs { runs, keys, .. } = self else { return None };
+        keys.own.first().map(|first| (*first, !runs.is_empty()))
+    }
+
+    /// What the endpoint's engine will hold once it has answered, beyond what it holds now.
+    #[must_use]
+    pub fn predict(&self, reader: &Reader, endpoint: EndpointIndex, kind: PromptKind) -> Option<Prediction> {
+        let Score::Runs { runs, keys, .. } = self else { return None };
+        let held = |runs: &[Run]| {
+            let of_endpoint = runs.iter().filter(|run| run.endpoint == endpoint);
+            of_endpoint.map(|run| run.blocks).max().unwrap_or(0)
+        };
+        if keys.others.is_empty() {
+            return Prediction::new(&keys.own, held(runs), kind);
+        }
+        let space = reader.enter()?.space_of(endpoint)?;
+        match keys.others.iter().find(|other| other.space == space) {
+            Some(other) => Prediction::new(&other.keys, held(&other.runs), kind),
+            None if space == SpaceIndex::OWN => Prediction::new(&keys.own, held(runs), kind),
+            None => None,
         }
     }
 }
@@ -53,7 +91,7 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
     };
     ticket.breathe().await;
     let others = other_walks(&mut job, reader);
-    let mut work = Work { job, own: InSpace::new(SpaceIndex::OWN, kv.block_tokens), others, keys: Vec::new() };
+    let mut work = Work { job, own: InSpace::new(SpaceIndex::OWN, kv.block_tokens), others };
     loop {
         match work.slice(reader) {
             Ok(None) => ticket.breathe().await,
@@ -92,29 +130,33 @@ fn other_walks(job: &mut Job<'_>, reader: &Reader) -> Vec<InSpace> {
 }
 
 /// A walk among the holders of one key space.
+#[derive(Debug)]
 struct InSpace {
+    space: SpaceIndex,
     walk: Walk,
     block_tokens: u32,
     /// Some holder may go further.
     open: bool,
+    /// Keys shown, in spaces beside the service's own.
+    keys: Vec<BlockKey>,
+    /// Runs in blocks of the space, known at the end.
+    runs: Vec<Run>,
 }
 
 impl InSpace {
     fn new(space: SpaceIndex, block_tokens: u32) -> Self {
-        InSpace { walk: Walk::in_space(space), block_tokens, open: true }
-    }
-
-    fn advance(&mut self, guard: &Guard<'_>, keys: &[BlockKey]) {
-        self.open = self.open && guard.advance(&mut self.walk, keys);
+        let walk = Walk::in_space(space);
+        InSpace { space, walk, block_tokens, open: true, keys: Vec::new(), runs: Vec::new() }
     }
 
     /// Adds its runs, counted in blocks of the rule's size; what is held is at least one.
-    fn add_runs(&self, guard: &Guard<'_>, rule_block_tokens: u32, runs: &mut Vec<Run>) {
+    fn add_runs(&mut self, guard: &Guard<'_>, rule_block_tokens: u32, runs: &mut Vec<Run>) {
+        self.runs.extend(self.walk.runs(guard));
         let scaled = |blocks: u32| {
             let tokens = u64::from(blocks) * u64::from(self.block_tokens);
             u32::try_from(tokens / u64::from(rule_block_tokens)).unwrap_or(u32::MAX).max(1)
         };
-        runs.extend(self.walk.runs(guard).map(|run| Run { blocks: scaled(run.blocks), ..run }));
+        runs.extend(self.runs.iter().map(|run| Run { blocks: scaled(run.blocks), ..*run }));
     }
 }
 
@@ -122,8 +164,6 @@ struct Work<'a> {
     job: Job<'a>,
     own: InSpace,
     others: Vec<InSpace>,
-    /// Of one slice of one other space; kept for its memory.
-    keys: Vec<BlockKey>,
 }
 
 impl Work<'_> {
@@ -135,18 +175,20 @@ impl Work<'_> {
             return Ok(None);
         }
         let Some(guard) = reader.enter() else { return Err(MissReason::NoWorker) };
-        self.own.advance(&guard, keys);
+        self.own.open = self.own.open && guard.advance(&mut self.own.walk, keys);
         for (stream, other) in self.others.iter_mut().enumerate() {
-            self.job.take_other_keys(stream, &mut self.keys);
-            other.advance(&guard, &self.keys);
+            let shown = other.keys.len();
+            self.job.take_other_keys(stream, &mut other.keys);
+            other.open = other.open && guard.advance(&mut other.walk, &other.keys[shown..]);
         }
         if step == Step::More && (self.own.open || self.others.iter().any(|other| other.open)) {
             return Ok(None);
         }
-        let mut runs = Vec::new();
-        for walked in std::iter::once(&self.own).chain(&self.others) {
-            walked.add_runs(&guard, self.own.block_tokens, &mut runs);
+        let mut runs: Vec<Run> = self.own.walk.runs(&guard).collect();
+        for other in &mut self.others {
+            other.add_runs(&guard, self.own.block_tokens, &mut runs);
         }
-        Ok(Some(Score::Runs { prompt_tokens: self.job.prompt_tokens(), runs }))
+        let keys = PromptKeys { own: self.job.give_keys(), others: std::mem::take(&mut self.others) };
+        Ok(Some(Score::Runs { prompt_tokens: self.job.prompt_tokens(), runs, keys }))
     }
 }

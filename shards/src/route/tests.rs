@@ -34,6 +34,7 @@ impl Fleet {
             mean_load_factor: 175,
             seed_every: 0,
             seed_min_blocks: 16,
+            zero_hit_every: 50,
             inventory,
         };
         let endpoint = |index: u16| {

@@ -26,7 +26,7 @@ use shards::block::trtllm::{V1Block, v2_root};
 use shards::ids::BlockKey;
 
 use super::super::events::Reject;
-use super::json::{Body, EngineKey, Event, KeyAlgo, Pool, RANKS_MAX, Stored};
+use super::json::{Body, EngineKey, Event, KeyAlgo, Pool, Stored};
 use super::tree::{Kind, Node, NodeId, Tree};
 
 /// An operation on the inventory, for one attention-DP rank.

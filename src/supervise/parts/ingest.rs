@@ -116,6 +116,14 @@ fn encode_parity(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::
     let faults = judged().flat_map(|(stream, finding)| finding.faults.iter().map(move |leg| (stream, leg)));
     let faults = faults.map(|(stream, leg)| with(stream, "leg", leg.name()));
     families.gauge("kvlane_parity_fault", "What differs between the rule and the engine", faults)?;
+    // The counts are the endpoint's: its first rank tells them.
+    let endpoints = || streams.iter().filter(|stream| stream.name.rank == Rank(0));
+    let fulfilled = endpoints().map(|stream| (labels(stream), stream.by_use.fulfilled));
+    families.counter("kvlane_parity_predictions_fulfilled", "Prompts whose blocks the engine held", fulfilled)?;
+    let missed = endpoints().map(|stream| (labels(stream), stream.by_use.missed));
+    families.counter("kvlane_parity_predictions_missed", "Prompts whose blocks the engine did not hold", missed)?;
+    let alarms = endpoints().filter_map(|stream| Some(with(stream, "leg", stream.by_use.alarm?.name())));
+    families.gauge("kvlane_parity_alarm", "What a run of missed predictions points to", alarms)?;
     let orphans = streams.iter().map(|stream| (labels(stream), stream.orphans));
     families.counter("kvlane_parity_orphans", "Blocks whose beginning was never announced to us", orphans)
 }
