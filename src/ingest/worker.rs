@@ -87,6 +87,11 @@ struct Endpoint {
 impl Endpoint {
     /// Takes what shards predicted, and judges what is due.
     fn check_predictions(&mut self, now: Instant) {
+        if self.drain.is_some() {
+            // A drain's blocks are not among the copies: there is nothing to judge by.
+            while self.shared.predictions.take().is_some() {}
+            return;
+        }
         while let Some(prediction) = self.shared.predictions.take() {
             self.copies.by_use.predicted(prediction, now);
         }
