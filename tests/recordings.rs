@@ -227,17 +227,11 @@ impl Fleet {
         self.gateway.metric("kvlane_endpoint_hit_tokens_total", &[("ep_idx", "0")]).unwrap_or(0.0) as u64
     }
 
-    /// Whether the gateway tokenizes for the recorded model: a prompt that fits no block counts as `no_worker` or
-    /// `hashes`, not as `tokenizer_missing`.
+    /// Whether the gateway tokenizes for the recorded model, which it is asked to by a request for it.
     fn warm(&self) -> bool {
-        let missing = || {
-            self.gateway
-                .metric("loxilb_pd_kv_tier15_miss_reason_total", &[("reason", "tokenizer_missing")])
-                .unwrap_or(0.0)
-        };
-        let before = missing();
         let body = serde_json::json!({"model": "Qwen/Qwen3-0.6B", "prompt": "Hello", "max_tokens": 1});
         client::post(([127, 0, 0, 1], self.port).into(), "/v1/completions", &body);
-        missing() == before
+        let status = self.gateway.api("/status/ready").json();
+        status["models"].as_array().is_some_and(|models| models.iter().any(|model| model["state"] == "ready"))
     }
 }
