@@ -33,8 +33,9 @@ pub struct Limits {
     pub upstream_idle_max: Duration,
     /// Idle upstream connections kept per endpoint and shard. Beyond it: closed after use.
     pub upstream_idle_connections_max: usize,
-    /// Bytes of one slice of long work (scan, render, tokenize, hash) between two visits to the driver.
-    pub slice_bytes: usize,
+    /// Bytes of prompts that a shard remembers, so that the next turn of a conversation pays for its end only. Beyond it
+    /// the one that was not used for longest is forgotten; 0 = nothing is remembered.
+    pub prompt_cache_bytes: usize,
 }
 
 impl Default for Limits {
@@ -54,7 +55,7 @@ impl Default for Limits {
             write_timeout: Duration::from_secs(60),
             upstream_idle_max: Duration::from_secs(3),
             upstream_idle_connections_max: 128,
-            slice_bytes: 16 * 1024,
+            prompt_cache_bytes: crate::prompt::PREFIX_CACHE_BYTES,
         }
     }
 }

@@ -161,7 +161,7 @@ fn read_limits(limits: &mut Limits, mut fields: Fields<'_>, report: &mut Report)
             0..=65_535,
             default.upstream_idle_connections_max,
         ),
-        slice_bytes: size(f, report, "slice_bytes", 256..=1 << 20, default.slice_bytes),
+        prompt_cache_bytes: size(f, report, "prompt_cache_bytes", 0..=1 << 40, default.prompt_cache_bytes),
     };
     if limits.upstream_idle_max > Duration::from_secs(4) {
         fields.invalid(report, "upstream_idle_max_ms", "must be at most 4000: engines close idle connections at 5 s");

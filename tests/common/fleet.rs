@@ -113,7 +113,7 @@ pub fn tokenizers() -> Scratch {
 /// Configuration of a KV-exact rule over the engines.
 pub fn rule(port: u16, tokenizers: &Scratch, engines: &[EngineProcess]) -> String {
     let mut text = format!(
-        "[tokenizers]\ndir = \"{}\"\n\n[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {port}\nprotocol = \"tcp\"\n\
+        "[limits]\nprompt_cache_bytes = 262144\n\n[tokenizers]\ndir = \"{}\"\n\n[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {port}\nprotocol = \"tcp\"\n\
          kvExactMode = 3\nkvEngineType = \"vllm\"\nkvBlockSize = 16\nkvHashAlgo = \"sha256_cbor\"\n\
          kvNoneHashSeed = \"0\"\n\n",
         tokenizers.path().display()

@@ -96,12 +96,6 @@ impl std::hash::Hasher for Plain {
     }
 }
 
-impl Default for PrefixCache {
-    fn default() -> Self {
-        PrefixCache::new(PREFIX_CACHE_BYTES)
-    }
-}
-
 impl PrefixCache {
     /// A cache that holds up to so many bytes; 0 remembers nothing.
     #[must_use]

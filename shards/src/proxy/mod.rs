@@ -60,6 +60,7 @@ impl Proxy {
     /// A proxy without rules.
     #[must_use]
     pub fn new(id: ShardId, limits: Limits, loads: Arc<LoadTable>) -> Self {
+        let prefixes = RefCell::new(PrefixCache::new(limits.prompt_cache_bytes));
         Proxy {
             id,
             limits,
@@ -69,7 +70,7 @@ impl Proxy {
             connections: Rc::default(),
             buffers: Buffers::default(),
             ticket: Ticket::new(),
-            prefixes: RefCell::default(),
+            prefixes,
             draining: Cell::new(false),
         }
     }
