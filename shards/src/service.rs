@@ -75,14 +75,26 @@ pub enum Select {
 pub enum Engine {
     /// vLLM 0.9 to 0.33.
     Vllm,
+    /// SGLang 0.5.6 to 0.5.23.
+    Sglang,
+    /// TensorRT-LLM (`trtllm-serve`).
+    Trtllm,
+    /// llama.cpp's server: it tells nothing of its cache, so it is balanced without keys.
+    Llamacpp,
 }
 
 impl Engine {
+    /// Every kind.
+    pub const ALL: [Engine; 4] = [Engine::Vllm, Engine::Sglang, Engine::Trtllm, Engine::Llamacpp];
+
     /// The value in rules, metrics and answers.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Engine::Vllm => "vllm",
+            Engine::Sglang => "sglang",
+            Engine::Trtllm => "trtllm",
+            Engine::Llamacpp => "llamacpp",
         }
     }
 }
@@ -98,6 +110,10 @@ pub struct KvExact {
     pub none_hash: NoneHash,
     /// Chat template file's text that overrides the model's own (`kvChatTemplate`), if the rule names one.
     pub chat_template: Option<Arc<str>>,
+    /// Template arguments the engines were started with (`kvChatTemplateKwargs`): a JSON object that has been checked.
+    pub chat_template_kwargs: Option<Arc<str>>,
+    /// Whether engines put a BOS token before texts (`kvAddBos`); none = as the model's files say.
+    pub add_bos: Option<bool>,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -178,6 +194,12 @@ pub enum MissReason {
     Template,
     /// The prompt could not be understood (shape, encoding).
     Tokenize,
+    /// Engines render this model's chats in code, not by a template.
+    EngineRendered,
+    /// Media or embeddings stand before the first certain block.
+    Media,
+    /// The prompt continues something that only the engine has stored.
+    Stored,
     /// The prompt has no full block.
     Hashes,
     /// No endpoint holds the first block.
@@ -190,7 +212,7 @@ pub enum MissReason {
 
 impl MissReason {
     /// Every reason, in the order of the counters.
-    pub const ALL: [MissReason; 11] = [
+    pub const ALL: [MissReason; 14] = [
         MissReason::ModeOff,
         MissReason::TextEmpty,
         MissReason::ModelEmpty,
@@ -198,6 +220,9 @@ impl MissReason {
         MissReason::TemplateMissing,
         MissReason::Template,
         MissReason::Tokenize,
+        MissReason::EngineRendered,
+        MissReason::Media,
+        MissReason::Stored,
         MissReason::Hashes,
         MissReason::NoWorker,
         MissReason::Excluded,
@@ -215,6 +240,9 @@ impl MissReason {
             MissReason::TemplateMissing => "template_missing",
             MissReason::Template => "template",
             MissReason::Tokenize => "tokenize",
+            MissReason::EngineRendered => "engine_rendered",
+            MissReason::Media => "media",
+            MissReason::Stored => "stored",
             MissReason::Hashes => "hashes",
             MissReason::NoWorker => "no_worker",
             MissReason::Excluded => "excluded",

@@ -10,8 +10,8 @@ use std::time::SystemTime;
 use shards::block::{HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ShardId};
 use shards::inventory::{self, Writer};
-use shards::prompt::{Api, Entry, Job, Model, ModelFiles, ModelTable, Step};
-use shards::service::{KvExact, MissReason, Tables};
+use shards::prompt::{Api, Entry, Job, Model, ModelFiles, ModelTable, Rendering, Step};
+use shards::service::{self, KvExact, MissReason, Tables};
 use shards::shard::Command;
 use support::*;
 
@@ -38,7 +38,8 @@ fn completion(prompt: &str) -> Vec<u8> {
 
 fn keys(model: &Arc<Model>, body: &[u8]) -> Vec<BlockKey> {
     let none_hash = NoneHash::from_seed(ALGO, "0");
-    let mut job = Job::new(Api::Completions, body, model, None, ALGO, &none_hash, BLOCK_TOKENS).expect("a prompt");
+    let mut job = Job::new(Api::Completions, body, model, Rendering::of(service::Engine::Vllm), ALGO, &none_hash, BLOCK_TOKENS)
+        .expect("a prompt");
     while job.step().expect("a good prompt") == Step::More {}
     job.take_keys().to_vec()
 }
@@ -54,6 +55,8 @@ fn gateway(rung: shards::executor::Rung, model: &Arc<Model>, engines: &[&Engine]
         algo: ALGO,
         none_hash: NoneHash::from_seed(ALGO, "0"),
         chat_template: None,
+        chat_template_kwargs: None,
+        add_bos: None,
         min_match_tokens: 16,
         spill_relief: false,
         mean_load_factor: 175,

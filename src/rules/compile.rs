@@ -52,6 +52,8 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory) -> KvExact {
         algo: kv.algo,
         none_hash: NoneHash::from_seed(kv.algo, &kv.seed),
         chat_template: kv.chat_template.as_ref().map(|template| Arc::clone(&template.text)),
+        chat_template_kwargs: kv.prompts.template_kwargs.clone(),
+        add_bos: kv.prompts.add_bos,
         min_match_tokens: kv.min_match_tokens,
         spill_relief: kv.spill_relief,
         mean_load_factor: kv.mean_load_factor,

@@ -5,7 +5,7 @@
 //! follows sees no raw input: [`readback`] shows a rule, [`compile`] makes the [`shards::service::Service`].
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
-//! `kvNoneHashSeed`, `kvChatTemplate`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`,
+//! `kvNoneHashSeed`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`,
 //! `kvColdstartMinBlocks` and `kvMeanLoadFactor`, and an endpoint `kvZmqPort`, `kvReplayPort` and
 //! `kvZmqBind`.
 
@@ -17,6 +17,7 @@ mod defaults;
 mod endpoints;
 mod kv;
 mod others;
+mod prompts;
 mod readback;
 
 use std::collections::BTreeMap;
@@ -31,6 +32,7 @@ use shards::service::{Engine, PathMatch, Select};
 pub use check::{check, check_file, check_request};
 pub use defaults::KvDefaults;
 pub use kv::algo_name;
+pub use prompts::PromptOptions;
 pub use readback::readback;
 
 /// Most endpoints of one rule. A rule with more is refused.
@@ -157,6 +159,8 @@ pub struct KvRule {
     pub seed: String,
     /// `kvChatTemplate`.
     pub chat_template: Option<ChatTemplate>,
+    /// `kvChatTemplateKwargs` and `kvAddBos`.
+    pub prompts: PromptOptions,
     /// `kvMinMatchTokens`: shorter prompts are not scored; 0 = all are.
     pub min_match_tokens: u32,
     /// `kvSpillRelief`.

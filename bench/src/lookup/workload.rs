@@ -101,6 +101,8 @@ impl Decider {
             algo,
             none_hash: NoneHash::from_seed(algo, FIXED_SEED),
             chat_template: None,
+            chat_template_kwargs: None,
+            add_bos: None,
             min_match_tokens: 16,
             spill_relief: true,
             mean_load_factor: 175,

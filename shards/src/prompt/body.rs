@@ -26,6 +26,29 @@ pub struct BodyView<'a> {
     pub(super) add_generation_prompt: Option<&'a str>,
     pub(super) continue_final_message: Option<&'a str>,
     pub(super) add_special_tokens: Option<&'a str>,
+    pub(super) truncate_prompt_tokens: Option<&'a str>,
+    pub(super) truncation_side: Option<&'a str>,
+    pub(super) tool_choice: Option<&'a str>,
+    /// Of `/v1/responses`.
+    pub(super) input: Option<&'a str>,
+    pub(super) instructions: Option<&'a str>,
+    pub(super) reasoning: Option<&'a str>,
+    pub(super) previous_response_id: Option<&'a str>,
+    pub(super) previous_input_messages: Option<&'a str>,
+    pub(super) truncation: Option<&'a str>,
+    /// Of `/v1/messages`.
+    pub(super) system: Option<&'a str>,
+    pub(super) thinking: Option<&'a str>,
+    pub(super) output_config: Option<&'a str>,
+    /// Of SGLang's `/generate`; `input_ids` of its chats as well.
+    pub(super) text: Option<&'a str>,
+    pub(super) input_ids: Option<&'a str>,
+    pub(super) input_embeds: Option<&'a str>,
+    pub(super) image_data: Option<&'a str>,
+    pub(super) video_data: Option<&'a str>,
+    pub(super) audio_data: Option<&'a str>,
+    /// Of TensorRT-LLM's chats.
+    pub(super) prompt_token_ids: Option<&'a str>,
     /// The first member found that makes the engine's tokens or keys other than the ones we would make.
     pub(super) unkeyable: Option<&'static str>,
 }
@@ -52,6 +75,25 @@ impl<'a> BodyView<'a> {
             "documents" => self.documents = present,
             "chat_template_kwargs" => self.chat_template_kwargs = present,
             "reasoning_effort" => self.reasoning_effort = present,
+            "truncate_prompt_tokens" => self.truncate_prompt_tokens = present,
+            "truncation_side" => self.truncation_side = present,
+            "tool_choice" => self.tool_choice = present,
+            "input" => self.input = present,
+            "instructions" => self.instructions = present,
+            "reasoning" => self.reasoning = present,
+            "previous_response_id" => self.previous_response_id = present,
+            "previous_input_messages" => self.previous_input_messages = present,
+            "truncation" => self.truncation = present,
+            "system" => self.system = present,
+            "thinking" => self.thinking = present,
+            "output_config" => self.output_config = present,
+            "text" => self.text = present,
+            "input_ids" => self.input_ids = present,
+            "input_embeds" => self.input_embeds = present,
+            "image_data" => self.image_data = present,
+            "video_data" => self.video_data = present,
+            "audio_data" => self.audio_data = present,
+            "prompt_token_ids" => self.prompt_token_ids = present,
             // These have defaults that null does not stand for: the engine refuses it.
             "add_generation_prompt" => self.add_generation_prompt = Some(raw),
             "continue_final_message" => self.continue_final_message = Some(raw),
@@ -72,8 +114,7 @@ impl<'a> BodyView<'a> {
 /// Members that change the engine's tokens or keys in a way the gateway does not follow: such a request is routed
 /// without keys. Once seen they count, even if the member is repeated with null: Python's null would undo it, at the
 /// cost of one missed hit for a body nobody sends.
-const UNKEYABLE: [&str; 6] =
-    ["truncate_prompt_tokens", "prompt_embeds", "chat_template", "cache_salt", "suffix", "kv_transfer_params"];
+const UNKEYABLE: [&str; 5] = ["prompt_embeds", "chat_template", "cache_salt", "suffix", "kv_transfer_params"];
 
 struct Members;
 
@@ -98,7 +139,7 @@ impl<'de> Visitor<'de> for Members {
 }
 
 fn is_read(name: &str) -> bool {
-    const READ: [&str; 11] = [
+    const READ: &[&str] = &[
         "model",
         "stream",
         "prompt",
@@ -110,6 +151,25 @@ fn is_read(name: &str) -> bool {
         "add_generation_prompt",
         "continue_final_message",
         "add_special_tokens",
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "tool_choice",
+        "input",
+        "instructions",
+        "reasoning",
+        "previous_response_id",
+        "previous_input_messages",
+        "truncation",
+        "system",
+        "thinking",
+        "output_config",
+        "text",
+        "input_ids",
+        "input_embeds",
+        "image_data",
+        "video_data",
+        "audio_data",
+        "prompt_token_ids",
     ];
     READ.contains(&name) || UNKEYABLE.contains(&name)
 }
@@ -151,8 +211,8 @@ mod tests {
     #[test]
     fn members_that_change_the_tokens_are_noticed() {
         for (member, expected) in [
-            (r#""truncate_prompt_tokens": 5"#, Some("truncate_prompt_tokens")),
-            (r#""truncate_prompt_tokens": null"#, None),
+            (r#""prompt_embeds": "AAAA""#, Some("prompt_embeds")),
+            (r#""prompt_embeds": null"#, None),
             (r#""cache_salt": "x""#, Some("cache_salt")),
             (r#""kv_transfer_params": {"do_remote_decode": true}"#, None),
             (r#""kv_transfer_params": {"prompt_token_ids": [1]}"#, Some("kv_transfer_params")),

@@ -1,7 +1,7 @@
-//! A chat request turned into the variables its template sees, field by field as vLLM's front end does it.
+//! A chat turned into the variables its template sees, field by field as the engine's front end does it, and rendered.
 //!
 //! **Invariant.** What the engine would render otherwise, in any version, is refused here: the request is then routed
-//! without keys. Where versions differ, the newest (0.33) is followed.
+//! without keys. Where versions differ, the newest (vLLM 0.33, SGLang 0.5.23) is followed.
 
 use std::collections::BTreeMap;
 
@@ -9,11 +9,12 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 
 use super::body::{self, BodyView};
-use super::content_format::ContentFormat;
-use super::json;
+use super::conversation::{self, Fill};
 use super::pyvalue::PyDict;
+use super::request::{dict, dict_of, given, list, read};
 use super::template::Template;
-use crate::service::MissReason;
+use super::{chat_sglang, json};
+use crate::service::{Engine, MissReason};
 
 /// Template arguments that the engine refuses or that steer its renderer instead of the template.
 const RESERVED_KWARGS: [&str; 12] = [
@@ -31,250 +32,242 @@ const RESERVED_KWARGS: [&str; 12] = [
     "tokenizer_kwargs",
 ];
 
-/// Renders the text of a chat request.
+/// Texts that stand where the engine puts something unknown: whatever two of them have in common is certain.
+pub(super) const MARKS: [char; 2] = ['\u{F8FE}', '\u{F8FF}'];
+
+/// A chat in the form of `/v1/chat/completions`, whichever API it came by.
+#[derive(Debug, Default)]
+pub(super) struct ChatRequest {
+    /// Messages as dicts.
+    pub messages: Vec<Value>,
+    /// The list of tools as it was sent.
+    pub tools: Option<Value>,
+    pub tool_choice: Option<Value>,
+    pub documents: Option<Value>,
+    /// The request's template arguments.
+    pub kwargs: Option<Value>,
+    /// Template arguments of the rule, which everything in the request overrides.
+    pub defaults: Option<Value>,
+    pub effort: Option<String>,
+    /// SGLang's `reasoning.enabled`.
+    pub reasoning_enabled: bool,
+    pub no_generation_prompt: bool,
+    pub continued: bool,
+    /// System messages that stand later move to the front if the template takes none there (`/v1/messages`).
+    pub system_first_if_refused: bool,
+}
+
+/// How much of a prompt is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Extent {
+    Whole,
+    /// The text goes on in a way that is not known: its last characters may share a token with what follows.
+    Beginning,
+    /// More tokens follow, and none is shared.
+    Head,
+}
+
+/// The text of a chat.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Rendered {
+    pub text: String,
+    pub extent: Extent,
+}
+
+impl ChatRequest {
+    /// Reads a body of `/v1/chat/completions`.
+    ///
+    /// # Errors
+    /// [`MissReason::TextEmpty`] without messages, [`MissReason::Tokenize`] for what the gateway cannot know.
+    pub fn of_chat(view: &BodyView<'_>) -> Result<Self, MissReason> {
+        let messages = read(view.messages.ok_or(MissReason::TextEmpty)?)?;
+        let effort = view.reasoning_effort.map(|raw| json::string(raw).map_err(|_| MissReason::Tokenize));
+        let reasoning = view.reasoning.map(read).transpose()?;
+        let enabled = reasoning.as_ref().and_then(|r| r.downcast_object_ref::<PyDict>()?.get("enabled"));
+        let chat = ChatRequest {
+            effort: effort.transpose()?.map(std::borrow::Cow::into_owned),
+            documents: view.documents.map(read).transpose()?,
+            reasoning_enabled: enabled.is_some_and(Value::is_true),
+            no_generation_prompt: !body::flag(view.add_generation_prompt, true).ok_or(MissReason::Tokenize)?,
+            continued: body::flag(view.continue_final_message, false).ok_or(MissReason::Tokenize)?,
+            ..ChatRequest::of_common(view)?
+        };
+        Ok(ChatRequest { messages: list(&messages)?.collect(), ..chat })
+    }
+
+    /// What the APIs have in common.
+    ///
+    /// # Errors
+    /// [`MissReason::Tokenize`] for a member that cannot be read.
+    pub fn of_common(view: &BodyView<'_>) -> Result<Self, MissReason> {
+        Ok(ChatRequest {
+            tools: view.tools.map(read).transpose()?,
+            tool_choice: view.tool_choice.map(read).transpose()?,
+            kwargs: view.chat_template_kwargs.map(read).transpose()?,
+            ..ChatRequest::default()
+        })
+    }
+
+    /// Whether the engine chooses its template for tools.
+    pub fn has_tools(&self) -> bool {
+        self.tools.is_some()
+    }
+}
+
+/// Renders a chat.
 ///
 /// # Errors
-/// [`MissReason::TextEmpty`] without messages, [`MissReason::Template`] where the template refuses, and
-/// [`MissReason::Tokenize`] where the request has something the gateway cannot know.
-pub(super) fn render(view: &BodyView, template: &Template) -> Result<String, MissReason> {
-    let messages = json::value(view.messages.ok_or(MissReason::TextEmpty)?).map_err(|_| MissReason::Tokenize)?;
-    let messages = conversation(&messages, template)?;
-    let last_content = messages.last().and_then(|m| m.get("content").cloned());
-    let generation = body::flag(view.add_generation_prompt, true).ok_or(MissReason::Tokenize)?;
-    let continued = body::flag(view.continue_final_message, false).ok_or(MissReason::Tokenize)?;
-    if generation && continued {
+/// [`MissReason::TextEmpty`] without messages, [`MissReason::Template`] where the template refuses,
+/// [`MissReason::Media`] where media come first, and [`MissReason::Tokenize`] where the request has something the
+/// gateway cannot know.
+pub(super) fn render(request: &ChatRequest, template: &Template, engine: Engine) -> Result<Rendered, MissReason> {
+    if request.messages.is_empty() {
+        return Err(MissReason::TextEmpty);
+    }
+    match engine {
+        Engine::Vllm => vllm(request, template),
+        Engine::Trtllm if is_plain(request) => vllm(request, template),
+        Engine::Sglang => chat_sglang::render(request, template),
+        Engine::Trtllm | Engine::Llamacpp => Err(MissReason::Tokenize),
+    }
+}
+
+/// Whether the chat has nothing but texts, whose treatment all front ends share.
+fn is_plain(request: &ChatRequest) -> bool {
+    let plain = |message: &Value| {
+        let Ok(message) = dict(message) else { return false };
+        let role = message.get("role").and_then(Value::as_str);
+        matches!(role, Some("system" | "user" | "assistant"))
+            && message.get("content").is_some_and(|content| content.kind() == ValueKind::String)
+            && message.entries().len() == 2
+    };
+    request.tools.is_none() && request.effort.is_none() && request.messages.iter().all(plain)
+}
+
+fn vllm(request: &ChatRequest, template: &Template) -> Result<Rendered, MissReason> {
+    if request.continued && !request.no_generation_prompt {
         return Err(MissReason::Tokenize);
     }
-    let messages = messages.into_iter().map(Value::from_object).collect::<Vec<_>>();
-    let variables = variables(view, messages, generation)?;
-    let text = template.render(variables).map_err(|error| {
+    let messages = system_first(request, template)?;
+    let (turns, media) = conversation::of(&messages, template, Fill::Engine)?;
+    let last = turns.last().and_then(|turn| turn.get("content").cloned());
+    let text = run(template, variables(request, turns)?)?;
+    if media {
+        // A string has the engine's placeholders first, in a spelling of the model's own.
+        let marked =
+            |mark| run(template, variables(request, conversation::of(&messages, template, Fill::Mark(mark))?.0)?);
+        let known = if template.content_format() == super::ContentFormat::Parts { text } else { marked(MARKS[0])? };
+        return Ok(beginning(known, &marked(MARKS[1])?));
+    }
+    if !request.continued {
+        return Ok(Rendered { text, extent: Extent::Whole });
+    }
+    let last = last.as_ref().and_then(final_text).ok_or(MissReason::Tokenize)?;
+    let text = cut_after(text, &last).ok_or(MissReason::Template)?;
+    Ok(Rendered { text, extent: Extent::Whole })
+}
+
+/// What two renders with different marks have in common.
+pub(super) fn beginning(mut text: String, other: &str) -> Rendered {
+    let same = text.char_indices().zip(other.chars()).find(|((_, a), b)| a != b);
+    let end = same.map_or(text.len().min(other.len()), |((at, _), _)| at);
+    text.truncate(end);
+    Rendered { text, extent: Extent::Beginning }
+}
+
+/// Runs the template.
+///
+/// # Errors
+/// [`MissReason::Template`].
+pub(super) fn run(template: &Template, variables: Value) -> Result<String, MissReason> {
+    template.render(variables).map_err(|error| {
         // A client can cause this at will: counted by reason, and in the log only on request.
         tracing::debug!(%error, "a chat is routed without keys");
         MissReason::Template
-    })?;
-    if !continued {
-        return Ok(text);
-    }
-    let last = last_content.as_ref().and_then(final_text).ok_or(MissReason::Tokenize)?;
-    cut_after(text, &last).ok_or(MissReason::Template)
+    })
 }
 
-fn variables(view: &BodyView, messages: Vec<Value>, generation: bool) -> Result<Value, MissReason> {
-    let read = |raw: &str| json::value(raw).map_err(|_| MissReason::Tokenize);
+/// A template's scope; not a dict, so that its names are found before any method.
+pub(super) fn scope(variables: &PyDict) -> Value {
+    let named = |(name, value): &(Value, Value)| Some((name.as_str()?.to_owned(), value.clone()));
+    Value::from(variables.entries().iter().filter_map(named).collect::<BTreeMap<String, Value>>())
+}
+
+/// The entries of template arguments.
+///
+/// # Errors
+/// They are no dict, or one of them steers the renderer.
+pub(super) fn arguments(kwargs: Option<&Value>) -> Result<&[(Value, Value)], MissReason> {
+    let Some(kwargs) = kwargs else { return Ok(&[]) };
+    let entries = dict(kwargs)?.entries();
+    let reserved = |(key, _): &(Value, Value)| RESERVED_KWARGS.contains(&key.as_str().unwrap_or_default());
+    if entries.iter().any(reserved) { Err(MissReason::Tokenize) } else { Ok(entries) }
+}
+
+fn variables(request: &ChatRequest, messages: Vec<PyDict>) -> Result<Value, MissReason> {
     let mut variables = PyDict::default();
     variables.set("documents", Value::from(()));
-    let mut thinking_given = false;
-    if let Some(raw) = view.chat_template_kwargs {
-        let kwargs = read(raw)?;
-        let kwargs = kwargs.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-        for (key, value) in kwargs.entries() {
-            let key = key.as_str().unwrap_or_default();
-            if RESERVED_KWARGS.contains(&key) {
-                return Err(MissReason::Tokenize);
-            }
-            thinking_given |= key == "enable_thinking";
-            variables.set(key, value.clone());
+    for kwargs in [&request.defaults, &request.kwargs] {
+        for (key, value) in arguments(kwargs.as_ref())? {
+            variables.set(key.as_str().unwrap_or_default(), value.clone());
         }
     }
-    variables.set("messages", Value::from(messages));
-    variables.set("tools", view.tools.map(tools).transpose()?.unwrap_or(Value::from(())));
-    variables.set("add_generation_prompt", Value::from(generation));
-    if let Some(raw) = view.documents {
-        variables.set("documents", read(raw)?);
+    variables.set("messages", messages.into_iter().map(Value::from_object).collect());
+    variables.set("tools", request.tools.as_ref().map(tools).transpose()?.unwrap_or(Value::from(())));
+    variables.set("add_generation_prompt", Value::from(!request.no_generation_prompt));
+    if let Some(documents) = &request.documents {
+        variables.set("documents", documents.clone());
     }
-    if let Some(raw) = view.reasoning_effort {
-        let effort = json::string(raw).map_err(|_| MissReason::Tokenize)?;
-        if effort != "auto" {
-            variables.set("reasoning_effort", Value::from(effort.as_ref()));
-            if !thinking_given {
-                variables.set("enable_thinking", Value::from(effort != "none"));
-            }
+    if let Some(effort) = request.effort.as_deref().filter(|effort| *effort != "auto") {
+        variables.set("reasoning_effort", Value::from(effort));
+        let own = request.kwargs.as_ref().and_then(|kwargs| kwargs.downcast_object_ref::<PyDict>());
+        if own.is_none_or(|own| own.get("enable_thinking").is_none()) {
+            variables.set("enable_thinking", Value::from(effort != "none"));
         }
     }
-    // A scope, not a dict: its names are found before any method.
-    let named = |(name, value): &(Value, Value)| Some((name.as_str()?.to_owned(), value.clone()));
-    Ok(Value::from(variables.entries().iter().filter_map(named).collect::<BTreeMap<String, Value>>()))
+    Ok(scope(&variables))
 }
 
-/// The tools as the engine hands them on: known members in their fixed order, absent ones as null, others dropped.
-fn tools(raw: &str) -> Result<Value, MissReason> {
-    let tools = json::value(raw).map_err(|_| MissReason::Tokenize)?;
+/// The tools as vLLM hands them on: known members in their fixed order, absent ones as null, others dropped.
+fn tools(tools: &Value) -> Result<Value, MissReason> {
     let mut out = Vec::new();
-    for tool in list(&tools)? {
-        let tool = tool.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-        let function = tool.get("function").ok_or(MissReason::Tokenize)?;
-        let function = function.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
+    for tool in list(tools)? {
+        let tool = dict(&tool)?;
+        let function = dict(tool.get("function").ok_or(MissReason::Tokenize)?)?;
         // Its place among the members is not known.
-        if tool.get("defer_loading").is_some() || function.get("defer_loading").is_some() {
+        if given(tool, "defer_loading").is_some() || given(function, "defer_loading").is_some() {
             return Err(MissReason::Tokenize);
         }
         let name = function.get("name").filter(|name| name.kind() == ValueKind::String).ok_or(MissReason::Tokenize)?;
-        let mut outer = PyDict::default();
-        outer.set("type", tool.get("type").cloned().unwrap_or_else(|| Value::from("function")));
-        let mut inner = PyDict::default();
-        inner.set("name", name.clone());
+        let mut inner = dict_of([("name", name.clone())]);
         for member in ["description", "parameters"] {
             inner.set(member, function.get(member).cloned().unwrap_or_else(|| Value::from(())));
         }
-        if let Some(strict) = function.get("strict").filter(|v| !v.is_none()) {
+        if let Some(strict) = given(function, "strict") {
             inner.set("strict", strict.clone());
         }
-        outer.set("function", Value::from_object(inner));
-        out.push(Value::from_object(outer));
+        let kind = tool.get("type").cloned().unwrap_or_else(|| Value::from("function"));
+        out.push(Value::from_object(dict_of([("type", kind), ("function", Value::from_object(inner))])));
     }
     if out.is_empty() { Err(MissReason::Tokenize) } else { Ok(Value::from(out)) }
 }
 
-fn list(value: &Value) -> Result<impl Iterator<Item = Value>, MissReason> {
-    if value.kind() != ValueKind::Seq {
-        return Err(MissReason::Tokenize);
+/// Messages of `/v1/messages`, whose later system messages the engine moves into the first if the template refuses
+/// them where they are.
+fn system_first(request: &ChatRequest, template: &Template) -> Result<Vec<Value>, MissReason> {
+    let role = |message: &Value| dict(message).ok().and_then(|m| m.get("role")?.as_str().map(str::to_owned));
+    let is_system = |message: &Value| role(message).as_deref() == Some("system");
+    let later = request.messages.iter().skip(1).any(is_system);
+    if !request.system_first_if_refused || !later || template.takes_later_system() {
+        return Ok(request.messages.clone());
     }
-    value.try_iter().map_err(|_| MissReason::Tokenize)
-}
-
-fn conversation(messages: &Value, template: &Template) -> Result<Vec<PyDict>, MissReason> {
-    let mut out = Vec::new();
-    let mut developer = false;
-    for message in list(messages)? {
-        let message = message.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-        let message = self::message(message, template.content_format())?;
-        developer |= message.get("role").and_then(Value::as_str) == Some("developer");
-        out.push(message);
+    let (system, mut rest): (Vec<Value>, Vec<Value>) = request.messages.iter().cloned().partition(is_system);
+    let mut text = String::new();
+    for message in &system {
+        text.push_str(dict(message)?.get("content").and_then(Value::as_str).ok_or(MissReason::Tokenize)?);
     }
-    if out.is_empty() {
-        return Err(MissReason::TextEmpty);
-    }
-    if developer && !template.knows_developer() {
-        return developer_as_system(out, template.content_format());
-    }
-    Ok(out)
-}
-
-fn message(message: &PyDict, format: ContentFormat) -> Result<PyDict, MissReason> {
-    let role = message.get("role").and_then(Value::as_str).ok_or(MissReason::Tokenize)?;
-    let content = content(message.get("content"), role, format)?;
-    let mut out = PyDict::default();
-    out.set("role", Value::from(role));
-    out.set("content", content);
-    let given = |name: &str| message.get(name).filter(|v| !v.is_none());
-    match role {
-        "assistant" => {
-            if let Some(calls) = given("tool_calls") {
-                let calls = list(calls)?.map(|call| tool_call(&call)).collect::<Result<Vec<_>, _>>()?;
-                if !calls.is_empty() {
-                    out.set("tool_calls", Value::from(calls));
-                }
-            }
-            if let Some(reasoning) = given("reasoning").or_else(|| given("reasoning_content")) {
-                out.set("reasoning", reasoning.clone());
-                out.set("reasoning_content", reasoning.clone());
-            }
-        }
-        "tool" => {
-            if let Some(id) = message.get("tool_call_id") {
-                out.set("tool_call_id", id.clone());
-            }
-        }
-        "developer" if given("tools").is_some() => return Err(MissReason::Tokenize),
-        _ => {}
-    }
-    if let Some(name) = given("name").filter(|name| name.kind() == ValueKind::String) {
-        out.set("name", name.clone());
-    }
-    Ok(out)
-}
-
-/// A call whose arguments are an object: text is parsed, and what is no object becomes an empty one.
-fn tool_call(call: &Value) -> Result<Value, MissReason> {
-    let call = call.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-    let function = call.get("function").ok_or(MissReason::Tokenize)?;
-    let function = function.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-    let arguments = match function.get("arguments") {
-        Some(value) if value.kind() == ValueKind::Map => value.clone(),
-        Some(value) if value.kind() == ValueKind::String => parsed_arguments(value.as_str().unwrap_or_default())?,
-        None => empty(),
-        Some(value) if value.is_none() => empty(),
-        Some(_) => return Err(MissReason::Tokenize),
-    };
-    let mut inner = function.clone();
-    inner.set("arguments", arguments);
-    let mut outer = call.clone();
-    outer.set("function", Value::from_object(inner));
-    Ok(Value::from_object(outer))
-}
-
-fn empty() -> Value {
-    Value::from_object(PyDict::default())
-}
-
-fn parsed_arguments(text: &str) -> Result<Value, MissReason> {
-    match json::value(text) {
-        Ok(value) if value.kind() == ValueKind::Map => Ok(value),
-        // Python reads NaN and Infinity where we see a mistake: what has them is not guessed.
-        Err(json::JsonError::Syntax) if !text.contains("NaN") && !text.contains("Infinity") => Ok(empty()),
-        Ok(_) => Ok(empty()),
-        Err(_) => Err(MissReason::Tokenize),
-    }
-}
-
-fn content(content: Option<&Value>, role: &str, format: ContentFormat) -> Result<Value, MissReason> {
-    let parts = match content {
-        None => Vec::new(),
-        Some(value) if value.is_none() => Vec::new(),
-        Some(value) if value.kind() == ValueKind::String => {
-            let mut part = PyDict::default();
-            part.set("type", Value::from("text"));
-            part.set("text", value.clone());
-            vec![part]
-        }
-        Some(value) => list(value)?.map(|part| text_part(&part)).collect::<Result<Vec<_>, _>>()?,
-    };
-    let texts: Vec<&str> = parts.iter().filter_map(|p| p.get("text").and_then(Value::as_str)).collect();
-    if role == "system" && texts.iter().any(|t| t.starts_with("x-anthropic-billing-header")) {
-        return Err(MissReason::Tokenize);
-    }
-    let joined_for_tool = role == "tool" && content.is_some_and(|c| c.kind() == ValueKind::Seq);
-    if format == ContentFormat::String || joined_for_tool {
-        return Ok(Value::from(texts.join("\n")));
-    }
-    Ok(Value::from(parts.into_iter().map(Value::from_object).collect::<Vec<_>>()))
-}
-
-/// A text part; media and whatever else cannot be known is refused.
-fn text_part(part: &Value) -> Result<PyDict, MissReason> {
-    let mut out = PyDict::default();
-    out.set("type", Value::from("text"));
-    if part.kind() == ValueKind::String {
-        out.set("text", part.clone());
-        return Ok(out);
-    }
-    let part = part.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-    let kind = part.get("type").and_then(Value::as_str);
-    let text = part.get("text").filter(|text| text.kind() == ValueKind::String);
-    let (Some("text" | "input_text" | "output_text"), Some(text)) = (kind, text) else {
-        return Err(MissReason::Tokenize);
-    };
-    out.set("text", text.clone());
-    for (key, value) in part.entries() {
-        if let Some(key) = key.as_str().filter(|key| !matches!(*key, "type" | "text")) {
-            out.set(key, value.clone());
-        }
-    }
-    Ok(out)
-}
-
-/// For templates without a place for `developer`: it becomes `system`, and all system texts move to the front as one.
-fn developer_as_system(messages: Vec<PyDict>, format: ContentFormat) -> Result<Vec<PyDict>, MissReason> {
-    if format != ContentFormat::String {
-        return Err(MissReason::Tokenize);
-    }
-    let is_system = |m: &PyDict| matches!(m.get("role").and_then(Value::as_str), Some("system" | "developer"));
-    let (system, rest): (Vec<PyDict>, Vec<PyDict>) = messages.into_iter().partition(is_system);
-    let texts: Vec<&str> = system.iter().filter_map(|m| m.get("content").and_then(Value::as_str)).collect();
-    let mut first = PyDict::default();
-    first.set("role", Value::from("system"));
-    first.set("content", Value::from(texts.join("\n\n")));
-    Ok(std::iter::once(first).chain(rest).collect())
+    rest.insert(0, Value::from_object(dict_of([("role", "system".into()), ("content", text.into())])));
+    Ok(rest)
 }
 
 /// The text of a message's content: the last part's where it is a list.
@@ -314,7 +307,8 @@ mod tests {
     fn check(template: &str, body: &str, expected: Result<&str, MissReason>) {
         let template = Template::compile(template, &BTreeMap::new(), SystemTime::now).unwrap();
         let view = BodyView::parse(body.as_bytes()).unwrap();
-        assert_eq!(render(&view, &template), expected.map(str::to_owned), "{body}");
+        let rendered = ChatRequest::of_chat(&view).and_then(|chat| render(&chat, &template, Engine::Vllm));
+        assert_eq!(rendered.map(|r| r.text), expected.map(str::to_owned), "{body}");
     }
 
     #[test]

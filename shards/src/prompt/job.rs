@@ -4,14 +4,14 @@
 //! those of the whole prompt. A job may be dropped between any two slices.
 
 use std::borrow::Cow;
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
 use tokenizers::pipeline::PipelineToken;
 
-use super::body::{self, BodyView};
+use super::Api;
+use super::body::BodyView;
 use super::model::Model;
-use super::{Api, chat, json};
+use super::request::{Prompt, Rendering, Source as PromptSource, Truncation};
 use crate::block::{Chain, HashAlgo, NoneHash};
 use crate::ids::BlockKey;
 use crate::service::MissReason;
@@ -31,7 +31,9 @@ pub struct Job<'a> {
     source: Source<'a>,
     chain: Chain,
     block_tokens: usize,
-    /// Tokens that do not fill a block yet.
+    /// What of the tokens the engine keeps.
+    truncation: Option<Truncation>,
+    /// Tokens that do not fill a block yet, or all while it is open which of them are kept.
     pending: Vec<u32>,
     scratch: Vec<PipelineToken>,
     keys: Vec<BlockKey>,
@@ -46,7 +48,8 @@ enum Source<'a> {
     Text {
         text: Cow<'a, str>,
         at: usize,
-        special: bool,
+        /// Special tokens go behind it.
+        suffix: bool,
     },
     /// The rest of a JSON list of ids, after its bracket.
     Ids(&'a str),
@@ -71,13 +74,13 @@ impl<'a> Job<'a> {
         api: Api,
         body: &'a [u8],
         model: &Arc<Model>,
-        template: Option<&Arc<str>>,
+        rendering: Rendering<'_>,
         algo: HashAlgo,
         none_hash: &NoneHash,
         block_tokens: u32,
     ) -> Result<Self, MissReason> {
         let view = BodyView::parse(body).ok_or(MissReason::Tokenize)?;
-        Job::of_view(api, &view, model, template, algo, none_hash, block_tokens)
+        Job::of_view(api, &view, model, rendering, algo, none_hash, block_tokens)
     }
 
     /// Begins with a body that is viewed already.
@@ -88,22 +91,27 @@ impl<'a> Job<'a> {
         api: Api,
         view: &BodyView<'a>,
         model: &Arc<Model>,
-        template: Option<&Arc<str>>,
+        rendering: Rendering<'_>,
         algo: HashAlgo,
         none_hash: &NoneHash,
         block_tokens: u32,
     ) -> Result<Self, MissReason> {
-        if let Some(member) = view.unkeyable {
-            tracing::debug!(member, "a request is routed without keys");
+        let Prompt { source, truncation } = Prompt::of(api, view, model, rendering)?;
+        let mut pending = Vec::new();
+        let source = match source {
+            PromptSource::Ids(list) => Source::Ids(list),
+            PromptSource::Text { text, special, whole } => {
+                if special {
+                    pending = model.prefix(rendering.add_bos);
+                }
+                Source::Text { text, at: 0, suffix: special && whole }
+            }
+        };
+        // Which of the special tokens are cut away is the engine's affair.
+        if truncation.is_some() && !pending.is_empty() {
             return Err(MissReason::Tokenize);
         }
-        let source = match api {
-            Api::Completions => completion(view)?,
-            Api::ChatCompletions => chat_text(view, model, template)?,
-        };
-        let special = matches!(source, Source::Text { special: true, .. });
         let block_tokens = usize::try_from(block_tokens).ok().filter(|&n| n > 0).ok_or(MissReason::Hashes)?;
-        let pending: Vec<u32> = if special { model.tokenizer().prefix().collect() } else { Vec::new() };
         let empty = match &source {
             Source::Text { text, .. } => text.is_empty() && pending.is_empty(),
             Source::Ids(rest) => rest.trim_start().starts_with(']'),
@@ -118,6 +126,7 @@ impl<'a> Job<'a> {
             chain: Chain::new(algo, none_hash),
             block_tokens,
             tokens: pending.len() as u64,
+            truncation,
             pending,
             scratch: Vec::new(),
             keys: Vec::new(),
@@ -134,7 +143,7 @@ impl<'a> Job<'a> {
         let before = self.pending.len();
         match &mut self.source {
             Source::Done => return Ok(Step::Done),
-            Source::Text { text, at, special } => {
+            Source::Text { text, at, suffix } => {
                 let tokenizer = self.model.tokenizer();
                 let rest = &text[*at..];
                 let length = tokenizer.piece(rest, SLICE_BYTES);
@@ -146,7 +155,7 @@ impl<'a> Job<'a> {
                 *at += length;
                 self.bytes_done += length as u64;
                 if *at == text.len() {
-                    if *special {
+                    if *suffix {
                         self.pending.extend(tokenizer.suffix());
                     }
                     self.source = Source::Done;
@@ -159,6 +168,7 @@ impl<'a> Job<'a> {
             }
         }
         self.tokens += (self.pending.len() - before) as u64;
+        self.truncate();
         self.hash_full_blocks();
         Ok(if matches!(self.source, Source::Done) { Step::Done } else { Step::More })
     }
@@ -189,47 +199,35 @@ impl<'a> Job<'a> {
         self.tokens + left.saturating_mul(self.tokens) / self.bytes_done
     }
 
+    /// Takes away what the engine cuts off, as soon as that is known.
+    fn truncate(&mut self) {
+        let pending = self.pending.len();
+        match self.truncation {
+            Some(Truncation::First(kept)) if self.tokens > kept as u64 => {
+                let over = usize::try_from(self.tokens - kept as u64).unwrap_or(pending);
+                self.pending.truncate(pending.saturating_sub(over));
+                self.tokens = kept as u64;
+                self.source = Source::Done;
+            }
+            Some(Truncation::Last(kept)) if matches!(self.source, Source::Done) => {
+                self.pending.drain(..pending.saturating_sub(kept));
+                self.tokens = self.pending.len() as u64;
+                self.truncation = None;
+            }
+            _ => {}
+        }
+    }
+
     fn hash_full_blocks(&mut self) {
+        if matches!(self.truncation, Some(Truncation::Last(_))) {
+            return;
+        }
         let full = self.pending.len() / self.block_tokens * self.block_tokens;
         for block in self.pending[..full].chunks_exact(self.block_tokens) {
             self.keys.push(self.chain.push(block));
         }
         self.pending.drain(..full);
     }
-}
-
-/// The prompt of a completion: text, ids, or the first of several.
-fn completion<'a>(view: &BodyView<'a>) -> Result<Source<'a>, MissReason> {
-    let special = body::flag(view.add_special_tokens, true).ok_or(MissReason::Tokenize)?;
-    let prompt = view.prompt.ok_or(MissReason::TextEmpty)?;
-    let text = |raw: &'a str| {
-        let text = json::leading_string(raw).map_err(|_| MissReason::Tokenize)?;
-        Ok(Source::Text { text, at: 0, special })
-    };
-    match prompt.as_bytes().first() {
-        Some(b'"') => text(prompt),
-        Some(b'[') => {
-            let inside = prompt[1..].trim_start();
-            match inside.as_bytes().first() {
-                Some(b'"') => text(inside),
-                Some(b'[') => Ok(Source::Ids(&inside[1..])),
-                _ => Ok(Source::Ids(inside)),
-            }
-        }
-        _ => Err(MissReason::Tokenize),
-    }
-}
-
-fn chat_text<'a>(view: &BodyView<'a>, model: &Model, rule: Option<&Arc<str>>) -> Result<Source<'a>, MissReason> {
-    let special = body::flag(view.add_special_tokens, false).ok_or(MissReason::Tokenize)?;
-    if view.messages.is_none() {
-        return Err(MissReason::TextEmpty);
-    }
-    let template = model.template(rule, view.tools.is_some())?;
-    // The renderer is not ours: whatever a conversation makes it do must stay a reason.
-    let rendered = std::panic::catch_unwind(AssertUnwindSafe(|| chat::render(view, template)));
-    let text = Cow::Owned(rendered.unwrap_or(Err(MissReason::Template))?);
-    Ok(Source::Text { text, at: 0, special })
 }
 
 /// Reads ids of a JSON list up to the slice's limit; the rest, or none when the list is over.

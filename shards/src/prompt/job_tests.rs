@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::prompt::model::tests::small_model;
+use crate::service::Engine;
 
 const CHATML: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}\
     {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
@@ -16,7 +17,7 @@ fn model(test: &str) -> Option<Arc<Model>> {
 
 fn job<'a>(model: &Arc<Model>, api: Api, body: &'a str) -> Result<Job<'a>, MissReason> {
     let none_hash = NoneHash::from_seed(HashAlgo::Sha256Cbor, "0");
-    Job::new(api, body.as_bytes(), model, None, HashAlgo::Sha256Cbor, &none_hash, 16)
+    Job::new(api, body.as_bytes(), model, Rendering::of(Engine::Vllm), HashAlgo::Sha256Cbor, &none_hash, 16)
 }
 
 /// Runs a job to its end: keys, tokens, slices.
@@ -212,7 +213,7 @@ proptest! {
     fn any_bytes_end_in_keys_or_a_reason(body in proptest::collection::vec(any::<u8>(), 0..200)) {
         if let Some(model) = model("any_bytes_end_in_keys_or_a_reason") {
             let none_hash = NoneHash::from_seed(HashAlgo::Sha256Cbor, "0");
-            let _ = Job::new(Api::Completions, &body, &model, None, HashAlgo::Sha256Cbor, &none_hash, 16).and_then(run);
+            let _ = Job::new(Api::Completions, &body, &model, Rendering::of(Engine::Vllm), HashAlgo::Sha256Cbor, &none_hash, 16).and_then(run);
         }
     }
 }

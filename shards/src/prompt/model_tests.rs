@@ -18,7 +18,10 @@ pub(crate) fn small_model(test: &str, slug: &str, config: Option<&str>, template
 fn render(model: &Model, rule: Option<&Arc<str>>, tools: bool) -> Result<String, MissReason> {
     let chat = br#"{"messages":[{"role":"user","content":"hi"}]}"#;
     let view = crate::prompt::BodyView::parse(chat).unwrap();
-    model.template(rule, tools).and_then(|template| crate::prompt::chat::render(&view, template))
+    model.template(rule, tools, Engine::Vllm).and_then(|template| {
+        let chat = crate::prompt::chat::ChatRequest::of_chat(&view)?;
+        Ok(crate::prompt::chat::render(&chat, template, Engine::Vllm)?.text)
+    })
 }
 
 #[test]

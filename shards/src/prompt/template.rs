@@ -4,6 +4,7 @@
 //! it is corrected or the construct is refused.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 use std::time::SystemTime;
 
 use minijinja::syntax::SyntaxConfig;
@@ -27,7 +28,13 @@ const NAME: &str = "chat";
 pub struct Template {
     environment: Environment<'static>,
     content_format: ContentFormat,
+    sglang_format: ContentFormat,
     knows_developer: bool,
+    mentions_tool_call_id: bool,
+    /// Whether a later system message is rendered; found out when first asked.
+    takes_later_system: OnceLock<bool>,
+    /// Has a tag that only Hugging Face's renderer knows.
+    has_generation_tag: bool,
 }
 
 /// Why a template could not be used.
@@ -63,7 +70,11 @@ impl Template {
         Ok(Template {
             environment,
             content_format: content_format::detect(text),
+            sglang_format: content_format::detect_sglang(text),
             knows_developer: text.contains("'developer'") || text.contains("\"developer\""),
+            mentions_tool_call_id: text.contains("tool_call_id"),
+            takes_later_system: OnceLock::new(),
+            has_generation_tag: text.contains("endgeneration"),
         })
     }
 
@@ -77,6 +88,31 @@ impl Template {
     #[must_use]
     pub fn knows_developer(&self) -> bool {
         self.knows_developer
+    }
+
+    /// How SGLang finds that the template wants message content.
+    #[must_use]
+    pub fn sglang_format(&self) -> ContentFormat {
+        self.sglang_format
+    }
+
+    /// Whether the template looks at the ids of tool results.
+    #[must_use]
+    pub fn mentions_tool_call_id(&self) -> bool {
+        self.mentions_tool_call_id
+    }
+
+    /// Whether a system message may stand behind a user's: tried with a chat of four messages, as vLLM tries it, in a
+    /// plain Jinja that knows no `generation` tag.
+    #[must_use]
+    pub fn takes_later_system(&self) -> bool {
+        *self.takes_later_system.get_or_init(|| {
+            let turn = |role: &str| Value::from_iter([("role", role), ("content", "t")]);
+            let messages: Vec<Value> = ["system", "user", "system", "user"].map(turn).into();
+            let variables =
+                [("messages", Value::from(messages)), ("add_generation_prompt", false.into())].into_iter().collect();
+            !self.has_generation_tag && self.render(variables).is_ok()
+        })
     }
 
     /// Renders the text for the variables given.

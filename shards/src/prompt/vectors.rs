@@ -8,10 +8,10 @@ use minijinja::Value;
 use serde_json::value::RawValue;
 
 use super::template::{Template, TemplateError};
-use super::{Api, BodyView, Job, Model, ModelFiles, Step, chat, json, outside_data};
+use super::{Api, Job, Model, ModelFiles, Rendering, Step, json, outside_data};
 use crate::block::{Chain, HashAlgo, NoneHash};
 use crate::prompt::pyvalue::PyDict;
-use crate::service::MissReason;
+use crate::service::{Engine, MissReason};
 
 #[derive(serde::Deserialize)]
 struct Vectors {
@@ -134,14 +134,8 @@ fn templates_render_as_python_renders_them() {
 
 /// Text and ids of a request, with a real model's files.
 fn ids_of(model: &Model, path: &str, body: &str) -> Result<Vec<u32>, MissReason> {
-    let view = BodyView::parse(body.as_bytes()).ok_or(MissReason::Tokenize)?;
-    let text = match Api::of("POST", path) {
-        Some(Api::ChatCompletions) => chat::render(&view, model.template(None, view.tools.is_some())?)?,
-        _ => json::leading_string(view.prompt.unwrap_or_default()).map_err(|_| MissReason::Tokenize)?.into_owned(),
-    };
-    let mut ids = Vec::new();
-    model.tokenizer().encode(&text, &mut Vec::new(), &mut ids).map_err(|_| MissReason::Tokenize)?;
-    Ok(ids)
+    let api = Api::of("POST", path).ok_or(MissReason::ModeOff)?;
+    Ok(super::preview(api, body.as_bytes(), model, Rendering::of(Engine::Vllm))?.ids)
 }
 
 #[test]
@@ -168,7 +162,8 @@ fn recorded_requests_have_the_ids_of_the_engine() {
         let (path, body) = (step["request"]["path"].as_str().unwrap(), &step["request"]["body"]);
         let text = body.to_string();
         let api = Api::of("POST", path).unwrap();
-        let job = Job::new(api, text.as_bytes(), &model, None, HashAlgo::Sha256Cbor, &none_hash, 16);
+        let job =
+            Job::new(api, text.as_bytes(), &model, Rendering::of(Engine::Vllm), HashAlgo::Sha256Cbor, &none_hash, 16);
         if !body["cache_salt"].is_null() {
             assert_eq!(job.unwrap_err(), MissReason::Tokenize);
             continue;
@@ -186,7 +181,7 @@ fn recorded_requests_have_the_ids_of_the_engine() {
                 assert_eq!(ids_of(&model, path, &text).unwrap(), ids, "{}", step["name"]);
                 texts += 1;
             }
-            (Api::ChatCompletions, _) => {
+            (_, _) => {
                 assert_eq!(ids_of(&model, path, &text).unwrap(), ids, "{}", step["name"]);
                 chats += 1;
             }

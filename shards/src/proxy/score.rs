@@ -3,9 +3,9 @@
 
 use crate::executor::Ticket;
 use crate::inventory::{Reader, Run, Walk};
-use crate::prompt::{Api, BodyView, Job, Lookup, ModelTable, Step};
+use crate::prompt::{Api, BodyView, Job, Lookup, ModelTable, Rendering, Step};
 use crate::route::Evidence;
-use crate::service::{KvExact, MissReason};
+use crate::service::{KvExact, MissReason, Service};
 
 use super::routes::{LocalService, RequestView};
 
@@ -45,7 +45,7 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
     // The whole body is looked through here, the whole chat rendered below; each is a slice of its own.
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
     ticket.breathe().await;
-    let job = match begin(api, kv, models, body, request) {
+    let job = match begin(api, &local.service, kv, models, body, request) {
         Ok(job) => job,
         Err(reason) => return Score::Miss(reason),
     };
@@ -62,15 +62,24 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
 
 fn begin<'a>(
     api: Api,
+    service: &Service,
     kv: &KvExact,
     models: &ModelTable,
     body: &BodyView<'a>,
     request: &RequestView<'_>,
 ) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
-    let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
+    let named = body.model.as_deref().or_else(|| request.model());
+    // `/generate` names none: then it is the rule's.
+    let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
     let Lookup::Ready(model) = models.lookup(model) else { return Err(MissReason::Tokenizer) };
-    Job::of_view(api, body, model, kv.chat_template.as_ref(), kv.algo, &kv.none_hash, kv.block_tokens)
+    let rendering = Rendering {
+        engine: service.engine,
+        template: kv.chat_template.as_ref(),
+        kwargs: kv.chat_template_kwargs.as_deref(),
+        add_bos: kv.add_bos,
+    };
+    Job::of_view(api, body, model, rendering, kv.algo, &kv.none_hash, kv.block_tokens)
 }
 
 struct Work<'a> {

@@ -29,6 +29,8 @@ impl Fleet {
             algo: HashAlgo::Sha256Cbor,
             none_hash: NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED),
             chat_template: None,
+            chat_template_kwargs: None,
+            add_bos: None,
             min_match_tokens: 16,
             spill_relief: false,
             mean_load_factor: 175,
