@@ -253,7 +253,3 @@ fn tools(request: &ChatRequest) -> Result<Value, MissReason> {
     }
     if out.is_empty() { Ok(Value::from(())) } else { Ok(Value::from(out)) }
 }
-
-#[cfg(test)]
-#[path = "chat_sglang_tests.rs"]
-mod tests;

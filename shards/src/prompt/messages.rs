@@ -264,7 +264,3 @@ fn tools(tools: &Value) -> Result<Value, MissReason> {
     }
     Ok(Value::from(out))
 }
-
-#[cfg(test)]
-#[path = "messages_tests.rs"]
-mod tests;

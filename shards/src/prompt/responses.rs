@@ -190,7 +190,3 @@ fn first_text(parts: &Value) -> Result<Value, MissReason> {
     let text = dict(&first)?.get("text").filter(|text| text.kind() == ValueKind::String);
     text.cloned().ok_or(MissReason::Tokenize)
 }
-
-#[cfg(test)]
-#[path = "responses_tests.rs"]
-mod tests;
