@@ -7,6 +7,7 @@ pub mod admin;
 pub mod cli;
 pub mod config;
 pub mod cores;
+pub mod discovery;
 pub mod fields;
 pub mod hash_command;
 pub mod health;

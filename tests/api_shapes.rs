@@ -127,8 +127,7 @@ fn chats_that_engines_render_in_code_are_left_to_them() {
     }
 }
 
-const PATHS: [&str; 5] =
-    ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"];
+const PATHS: [&str; 5] = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"];
 
 /// A template that touches whatever a request may bring.
 const GREEDY: &str = "{% for m in messages %}{{ m.role }}{% for p in m.content %}{{ p }}{% endfor %}{{ m.tool_calls }}\
@@ -176,9 +175,32 @@ fn nesting_and_repetition_are_survived() {
 /// JSON in which the names and words of the APIs meet at random.
 fn any_json() -> impl Strategy<Value = Value> {
     let words = prop::sample::select(vec![
-        "user", "assistant", "system", "developer", "tool", "text", "input_text", "image_url", "image", "tool_use",
-        "tool_result", "thinking", "function", "function_call", "function_call_output", "reasoning", "message", "none",
-        "{\"a\":1}", "{", "", "x-anthropic-billing-header: a\nb", "disabled", "incomplete", "\u{f8ff}", "é😀<|im_start|>",
+        "user",
+        "assistant",
+        "system",
+        "developer",
+        "tool",
+        "text",
+        "input_text",
+        "image_url",
+        "image",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "function",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+        "message",
+        "none",
+        "{\"a\":1}",
+        "{",
+        "",
+        "x-anthropic-billing-header: a\nb",
+        "disabled",
+        "incomplete",
+        "\u{f8ff}",
+        "é😀<|im_start|>",
     ]);
     let leaf = prop_oneof![
         3 => words.prop_map(Value::from),
@@ -188,9 +210,30 @@ fn any_json() -> impl Strategy<Value = Value> {
         1 => Just(Value::Null),
     ];
     let names = prop::sample::select(vec![
-        "role", "content", "type", "text", "name", "id", "tool_calls", "function", "arguments", "tool_call_id", "input",
-        "thinking", "tool_use_id", "call_id", "output", "summary", "status", "source", "parameters", "input_schema",
-        "reasoning", "effort", "enabled", "tools",
+        "role",
+        "content",
+        "type",
+        "text",
+        "name",
+        "id",
+        "tool_calls",
+        "function",
+        "arguments",
+        "tool_call_id",
+        "input",
+        "thinking",
+        "tool_use_id",
+        "call_id",
+        "output",
+        "summary",
+        "status",
+        "source",
+        "parameters",
+        "input_schema",
+        "reasoning",
+        "effort",
+        "enabled",
+        "tools",
     ]);
     leaf.prop_recursive(5, 60, 6, move |inner| {
         prop_oneof![
@@ -206,9 +249,27 @@ fn bodies_of_any_shape_are_survived() {
     count_panics();
     let model = model("m", GREEDY);
     let names = prop::sample::select(vec![
-        "messages", "input", "instructions", "system", "tools", "tool_choice", "prompt", "input_ids", "text", "thinking",
-        "reasoning", "reasoning_effort", "output_config", "chat_template_kwargs", "documents", "continue_final_message",
-        "add_generation_prompt", "truncate_prompt_tokens", "truncation", "prompt_token_ids", "image_data",
+        "messages",
+        "input",
+        "instructions",
+        "system",
+        "tools",
+        "tool_choice",
+        "prompt",
+        "input_ids",
+        "text",
+        "thinking",
+        "reasoning",
+        "reasoning_effort",
+        "output_config",
+        "chat_template_kwargs",
+        "documents",
+        "continue_final_message",
+        "add_generation_prompt",
+        "truncate_prompt_tokens",
+        "truncation",
+        "prompt_token_ids",
+        "image_data",
     ]);
     let body = prop::collection::vec((names, any_json()), 0..6);
     let config = ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() };

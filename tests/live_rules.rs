@@ -95,7 +95,8 @@ fn what_cannot_be_served_is_refused_and_changes_nothing() {
         (json!({"kvExactMode": 3, "kvDpRankCount": 9}), 400, "kv-dp-rank-count must be within 1..8 (0 = default 1)"),
         (json!({"kvExactMode": 3, "kvEngineType": "nope"}), 400, "kv-engine-type must be one of"),
         (json!({"kvExactMode": 3, "kvZmqPort": 65535, "kvDpRankCount": 2}), 400, "65535"),
-        (json!({"kvExactMode": 3, "kvEngineType": "sglang"}), 501, "sglang"),
+        (json!({"kvExactMode": 3, "kvEngineType": "trtllm", "kvZmqPort": 6000}), 400, "kvZmqPort is meaningless"),
+        (json!({"kvExactMode": 3, "kvEngineType": "llamacpp"}), 400, "publishes no cache events"),
         (json!({"sel": 99}), 400, "sel"),
     ] {
         let answer = post(more.clone());

@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use crate::block::{HashAlgo, NoneHash};
+use crate::block::{Contract, Lora};
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
 use crate::load::LoadSlot;
@@ -104,10 +104,13 @@ impl Engine {
 pub struct KvExact {
     /// Tokens per block (`kvBlockSize`).
     pub block_tokens: u32,
-    /// Hash contract (`kvHashAlgo`).
-    pub algo: HashAlgo,
-    /// Parent of every first block, from the seed.
-    pub none_hash: NoneHash,
+    /// How tokens become keys (`kvEngineType`, `kvHashAlgo`, the seed, and what is known of the engines' release).
+    pub contract: Contract,
+    /// Whether the rule itself names the algorithm. Where it does not, engines that use another are followed; where it
+    /// does, they are at fault.
+    pub algo_given: bool,
+    /// Adapters that the engines serve, by the name that requests ask for.
+    pub adapters: HashMap<Box<str>, Adapter>,
     /// Chat template file's text that overrides the model's own (`kvChatTemplate`), if the rule names one.
     pub chat_template: Option<Arc<str>>,
     /// Template arguments the engines were started with (`kvChatTemplateKwargs`): a JSON object that has been checked.
@@ -126,6 +129,15 @@ pub struct KvExact {
     pub seed_min_blocks: u32,
     /// The service's inventory, to be read.
     pub inventory: inventory::ReaderFactory,
+}
+
+/// An adapter that a service's engines serve beside their model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Adapter {
+    /// Name of the model it adapts, whose tokenizer its requests use.
+    pub base: String,
+    /// What of it enters keys.
+    pub lora: Lora,
 }
 
 /// One backend of one service.
@@ -200,6 +212,8 @@ pub enum MissReason {
     Media,
     /// The prompt continues something that only the engine has stored.
     Stored,
+    /// The request's adapter, salt or other extra cannot be keyed under the engines' contract.
+    Extras,
     /// The prompt has no full block.
     Hashes,
     /// No endpoint holds the first block.
@@ -212,7 +226,7 @@ pub enum MissReason {
 
 impl MissReason {
     /// Every reason, in the order of the counters.
-    pub const ALL: [MissReason; 14] = [
+    pub const ALL: [MissReason; 15] = [
         MissReason::ModeOff,
         MissReason::TextEmpty,
         MissReason::ModelEmpty,
@@ -223,6 +237,7 @@ impl MissReason {
         MissReason::EngineRendered,
         MissReason::Media,
         MissReason::Stored,
+        MissReason::Extras,
         MissReason::Hashes,
         MissReason::NoWorker,
         MissReason::Excluded,
@@ -243,6 +258,7 @@ impl MissReason {
             MissReason::EngineRendered => "engine_rendered",
             MissReason::Media => "media",
             MissReason::Stored => "stored",
+            MissReason::Extras => "extras",
             MissReason::Hashes => "hashes",
             MissReason::NoWorker => "no_worker",
             MissReason::Excluded => "excluded",

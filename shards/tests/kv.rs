@@ -2,21 +2,25 @@
 
 mod support;
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::SystemTime;
 
-use shards::block::{HashAlgo, NoneHash};
+use shards::block::{Contract, HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ShardId};
 use shards::inventory::{self, Writer};
-use shards::prompt::{Api, Entry, Job, Model, ModelFiles, ModelTable, Rendering, Step};
+use shards::prompt::{Api, Entry, Job, Keying, Model, ModelFiles, ModelTable, Rendering, Step};
 use shards::service::{self, KvExact, MissReason, Tables};
 use shards::shard::Command;
 use support::*;
 
-const ALGO: HashAlgo = HashAlgo::Sha256Cbor;
 const BLOCK_TOKENS: u32 = 16;
+
+fn contract() -> Contract {
+    Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, "0"))
+}
 
 /// The tokenizer of the demo, which is part of this repository.
 fn model() -> Arc<Model> {
@@ -37,9 +41,9 @@ fn completion(prompt: &str) -> Vec<u8> {
 }
 
 fn keys(model: &Arc<Model>, body: &[u8]) -> Vec<BlockKey> {
-    let none_hash = NoneHash::from_seed(ALGO, "0");
-    let mut job = Job::new(Api::Completions, body, model, Rendering::of(service::Engine::Vllm), ALGO, &none_hash, BLOCK_TOKENS)
-        .expect("a prompt");
+    let keying = Keying { contract: &contract(), block_tokens: BLOCK_TOKENS, lora: None };
+    let mut job =
+        Job::new(Api::Completions, body, model, Rendering::of(service::Engine::Vllm), keying).expect("a prompt");
     while job.step().expect("a good prompt") == Step::More {}
     job.take_keys().to_vec()
 }
@@ -52,8 +56,9 @@ fn gateway(rung: shards::executor::Rung, model: &Arc<Model>, engines: &[&Engine]
     let mut service = service(0, gateway.address, &addresses);
     service.kv = Some(KvExact {
         block_tokens: BLOCK_TOKENS,
-        algo: ALGO,
-        none_hash: NoneHash::from_seed(ALGO, "0"),
+        contract: contract(),
+        algo_given: true,
+        adapters: HashMap::new(),
         chat_template: None,
         chat_template_kwargs: None,
         add_bos: None,

@@ -42,7 +42,9 @@ pub(super) fn problems(problems: &[Problem]) -> Response {
 /// A rule that was right and could not be put in force.
 pub(super) fn not_applied(error: &ApplyError) -> Response {
     let status = match error {
-        ApplyError::Registry(RegistryError::Exists | RegistryError::Worn) => StatusCode::CONFLICT,
+        ApplyError::Registry(RegistryError::Exists | RegistryError::EngineChanged | RegistryError::Worn) => {
+            StatusCode::CONFLICT
+        }
         ApplyError::Registry(RegistryError::Full) => StatusCode::FORBIDDEN,
         ApplyError::Bind(bind) if bind.is_busy() => StatusCode::CONFLICT,
         ApplyError::Bind(_) | ApplyError::Collision(_) => StatusCode::BAD_REQUEST,

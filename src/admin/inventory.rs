@@ -11,8 +11,6 @@ use serde_json::json;
 use shards::ids::{EndpointIndex, ServiceId};
 use shards::inventory::ReaderFactory;
 
-use crate::rules::algo_name;
-
 use super::Context;
 
 /// Keys written between two moments at which other tasks get their turn.
@@ -37,11 +35,8 @@ pub(super) async fn dump(State(context): State<Context>, Query(query): Query<Has
         return error(StatusCode::NOT_FOUND, "service or endpoint not found".to_owned());
     };
     let keys = keys_of(&readers, endpoint).await;
-    let mut body = format!(
-        "{{\"service_id\":{},\"ep_idx\":{ep_idx},\"hash_algo\":\"{}\",\"blocks\":[",
-        service.0,
-        algo_name(algo)
-    );
+    let mut body =
+        format!("{{\"service_id\":{},\"ep_idx\":{ep_idx},\"hash_algo\":\"{}\",\"blocks\":[", service.0, algo.name());
     for (i, key) in keys.iter().enumerate() {
         let comma = if i == 0 { "" } else { "," };
         // Writing to a text cannot fail.

@@ -21,6 +21,7 @@ pub(super) async fn ready(State(context): State<Context>) -> Response {
         "rules": rules,
         "shards": shards,
         "models": context.control.models.report(),
+        "engines": context.control.engines(),
     }))
     .into_response()
 }

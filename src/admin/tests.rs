@@ -253,7 +253,7 @@ fn what_cannot_be_done_changes_nothing_and_says_why() {
         (with("kvBlockSize", json!(1)), 400, "kvBlockSize: 1 is not within 4 to 65536"),
         (with("sel", json!(8)), 501, "sel: 8 is not built yet"),
         (with("security", json!(1)), 501, "security: 1 is refused"),
-        (with("kvEngineType", json!("sglang")), 501, "\"sglang\" is not built yet"),
+        (with("kvEngineType", json!("llamacpp2")), 400, "kv-engine-type must be one of"),
         (disaggregated.to_string(), 501, "P/D disaggregation is not built yet"),
         (plain(taken_port, json!([engine.endpoint()])).to_string(), 409, "cannot listen at 127.0.0.1"),
         (plain(gateway.ready.admin.port(), json!([engine.endpoint()])).to_string(), 409, "cannot listen at"),

@@ -123,7 +123,7 @@ impl Report<'_> {
         for rule in &self.config.rules {
             let how = match &rule.kv {
                 Some(kv) => {
-                    format!("by KV cache, {} tokens per block, {}", kv.block_tokens, crate::rules::algo_name(kv.algo))
+                    format!("by KV cache, {} tokens per block, {}", kv.block_tokens, kv.algo.name())
                 }
                 None => "without KV cache".to_owned(),
             };

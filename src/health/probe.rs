@@ -6,6 +6,8 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
+use crate::discovery;
+
 /// Longest status line that is read, bytes.
 const LINE_BYTES_MAX: usize = 256;
 
@@ -19,25 +21,25 @@ pub enum Answer {
 }
 
 impl Answer {
-    /// Whether the endpoint is alive: any answer below 500, since not every engine has `/health`.
+    /// Whether the endpoint is alive: any answer below 500, since not every engine has `/health`, and 401 or 403 only
+    /// say that it wants another token.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         matches!(self, Answer::Status(status) if *status < 500)
     }
 }
 
-/// Asks once, within `timeout` in all.
-pub async fn probe(address: SocketAddr, timeout: Duration) -> Answer {
-    match tokio::time::timeout(timeout, ask(address)).await {
+/// Asks once, within `timeout` in all. `authorization` is the value of that header.
+pub async fn probe(address: SocketAddr, authorization: Option<&str>, timeout: Duration) -> Answer {
+    match tokio::time::timeout(timeout, ask(address, authorization)).await {
         Ok(Some(status)) => Answer::Status(status),
         Ok(None) | Err(_) => Answer::None,
     }
 }
 
-async fn ask(address: SocketAddr) -> Option<u16> {
+async fn ask(address: SocketAddr, authorization: Option<&str>) -> Option<u16> {
     let mut stream = TcpStream::connect(address).await.ok()?;
-    let request = format!("GET /health HTTP/1.1\r\nHost: {address}\r\nUser-Agent: kvlane\r\nConnection: close\r\n\r\n");
-    stream.write_all(request.as_bytes()).await.ok()?;
+    stream.write_all(discovery::request(address, "/health", authorization).as_bytes()).await.ok()?;
     let mut line = [0; LINE_BYTES_MAX];
     let mut filled = 0;
     while filled < line.len() && !line[..filled].contains(&b'\n') {

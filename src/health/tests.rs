@@ -87,13 +87,13 @@ fn any_answer_below_500_is_alive() {
         (b"", Answer::None, false),
     ] {
         let (address, thread) = answer_once(bytes);
-        let answer = runtime.block_on(probe(address, Duration::from_secs(10)));
+        let answer = runtime.block_on(probe(address, None, Duration::from_secs(10)));
         assert_eq!((answer.is_alive(), answer), (alive, expected));
         thread.join().expect("the server ends");
     }
     let gone = TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a free port");
-    assert_eq!(runtime.block_on(probe(gone, Duration::from_secs(10))), Answer::None);
+    assert_eq!(runtime.block_on(probe(gone, None, Duration::from_secs(10))), Answer::None);
     let silent = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = silent.local_addr().expect("bound");
-    assert_eq!(runtime.block_on(probe(address, Duration::from_millis(20))), Answer::None);
+    assert_eq!(runtime.block_on(probe(address, None, Duration::from_millis(20))), Answer::None);
 }

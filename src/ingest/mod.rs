@@ -22,6 +22,7 @@ mod stream;
 mod worker;
 
 use std::io;
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -31,7 +32,9 @@ use crossbeam::channel::{Sender, bounded};
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
-use shards::service::EndpointShared;
+use shards::service::{EndpointShared, Engine};
+
+use crate::rules::EngineToken;
 
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
 use poller::{Poller, Waker};
@@ -74,6 +77,8 @@ impl IngestOptions {
 pub struct ServiceSources {
     /// The service.
     pub id: ServiceId,
+    /// The rule's `kvEngineType`: whose events they are.
+    pub engine: Engine,
     /// The rule's `kvBlockSize`, tokens.
     pub block_tokens: u32,
     /// Its endpoints.
@@ -89,7 +94,11 @@ pub struct EndpointSources {
     pub shared: Arc<EndpointShared>,
     /// The endpoint as people know it, for log and status.
     pub label: String,
-    /// One source per rank.
+    /// Where it serves requests; TensorRT-LLM's events are drained there.
+    pub serving: SocketAddr,
+    /// What it wants on the gateway's own calls.
+    pub token: Option<Arc<EngineToken>>,
+    /// One source per rank; none where the engine does not publish over ZMQ.
     pub ranks: Vec<RankSource>,
 }
 

@@ -165,7 +165,8 @@ struct Gateway {
 
 fn endpoint(index: u16, ranks: Vec<RankSource>) -> EndpointSources {
     let shared = Arc::new(EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 2));
-    EndpointSources { index: EndpointIndex(index), shared, label: format!("engine-{index}"), ranks }
+    let (index, label, serving) = (EndpointIndex(index), format!("engine-{index}"), ([127, 0, 0, 1], 1).into());
+    EndpointSources { index, shared, label, serving, token: None, ranks }
 }
 
 impl Gateway {
@@ -176,7 +177,12 @@ impl Gateway {
         let ingest = Ingest::start(options).unwrap();
         let (writer, readers) = inventory::new(&inventory::Options { blocks_expected: 1_000 });
         let endpoints: Vec<_> = endpoints.into_iter().enumerate().map(|(i, ranks)| endpoint(i as u16, ranks)).collect();
-        let sources = ServiceSources { id: ServiceId(0), block_tokens, endpoints: endpoints.clone() };
+        let sources = ServiceSources {
+            id: ServiceId(0),
+            engine: shards::service::Engine::Vllm,
+            block_tokens,
+            endpoints: endpoints.clone(),
+        };
         ingest.add_service(sources, writer).unwrap();
         let streams = endpoints.iter().map(|endpoint| endpoint.ranks.len()).sum::<usize>();
         until("all streams are open", || ingest.status().len() == streams);
@@ -400,8 +406,12 @@ fn changed_sources_are_read_anew_and_the_same_ones_undisturbed() {
     }
     // Endpoint 0 moves, endpoint 1 stays.
     gateway.endpoints[0].ranks = vec![engines[2].source(0)];
-    let sources =
-        |gateway: &Gateway| ServiceSources { id: ServiceId(0), block_tokens: 4, endpoints: gateway.endpoints.clone() };
+    let sources = |gateway: &Gateway| ServiceSources {
+        id: ServiceId(0),
+        engine: shards::service::Engine::Vllm,
+        block_tokens: 4,
+        endpoints: gateway.endpoints.clone(),
+    };
     gateway.ingest.update_service(sources(&gateway)).unwrap();
     until("forgotten", || gateway.holds(0, &[]));
     gateway.meet(&mut engines[2], 0, 0);

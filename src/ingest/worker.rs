@@ -276,7 +276,7 @@ impl Worker {
 
     /// Makes the sources of a service those that are given; what is the same stays undisturbed.
     fn update(&mut self, sources: ServiceSources) {
-        let ServiceSources { id, block_tokens, endpoints } = sources;
+        let ServiceSources { id, engine: _, block_tokens, endpoints } = sources;
         let Some(service) = self.services.get_mut(&id) else { return };
         let same_blocks = std::mem::replace(&mut service.block_tokens, block_tokens) == block_tokens;
         let known: Vec<_> = service.endpoints.keys().copied().collect();
@@ -291,7 +291,7 @@ impl Worker {
     }
 
     fn update_endpoint(&mut self, id: ServiceId, wanted: EndpointSources) {
-        let EndpointSources { index, shared, label, ranks } = wanted;
+        let EndpointSources { index, shared, label, serving: _, token: _, ranks } = wanted;
         let known = self.services.get(&id).and_then(|service| service.endpoints.get(&index));
         // A source whose address was refused is tried again.
         let same = known.is_some_and(|endpoint| {

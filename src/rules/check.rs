@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
+use std::sync::Arc;
 
 use shards::service::{Engine, Select};
 
 use crate::fields::{Dialect, Fields, Node, Problem, Report};
 
-use super::{KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others};
+use super::{EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others};
 
 /// The load-balancer mode in which connections are ended and requests are read.
 const FULLPROXY: i64 = 4;
@@ -69,13 +71,25 @@ pub fn check(
         select: read_select(fields, report),
         engine,
         kv,
+        engine_token: read_token(fields, report),
         endpoints: Vec::new(),
         inert: BTreeMap::new(),
     };
     others::read_others(fields, report, &mut rule);
     rule.endpoints =
-        endpoints::read(fields, endpoint_fields, report, &facts, rule.kv.as_ref(), defaults.replay_port_offset);
+        endpoints::read(fields, endpoint_fields, report, &facts, engine, rule.kv.as_ref(), defaults.replay_port_offset);
     rule
+}
+
+fn read_token(fields: &mut Fields<'_>, report: &mut Report) -> Option<Arc<EngineToken>> {
+    let path = Path::new(fields.text_set(report, "engineTokenFile")?);
+    match EngineToken::read(path) {
+        Ok(token) => Some(Arc::new(token)),
+        Err(error) => {
+            fields.invalid(report, "engineTokenFile", error.to_string());
+            None
+        }
+    }
 }
 
 fn read_facts(fields: &mut Fields<'_>, report: &mut Report) -> Facts {
@@ -258,11 +272,6 @@ impl Facts {
     /// Whether the rule routes a single pool by KV cache: what is built.
     pub(super) fn single_pool(&self) -> bool {
         self.exact_mode == 3
-    }
-
-    /// Whether the rule wants cache events at all.
-    pub(super) fn wants_events(&self) -> bool {
-        self.exact_mode != 0
     }
 }
 

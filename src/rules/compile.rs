@@ -3,12 +3,13 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
-use shards::block::NoneHash;
 use shards::ids::ServiceId;
 use shards::inventory::ReaderFactory;
 use shards::service::{Endpoint, EndpointShared, KvExact, Service, ServiceShared};
 
-use super::{Host, KvRule, Rule};
+use crate::discovery::ServiceFacts;
+
+use super::{Host, KvRule, Rule, contract};
 
 /// One place of a service's endpoint list: in use by the rule, or kept for an endpoint that left it.
 #[derive(Clone, Debug)]
@@ -21,7 +22,8 @@ pub struct Place {
     pub in_rule: Option<usize>,
 }
 
-/// Compiles a rule. `places` is by endpoint index; `inventory` is there exactly when the rule routes by KV cache.
+/// Compiles a rule. `places` is by endpoint index; `inventory` is there exactly when the rule routes by KV cache;
+/// `facts` is what the engines say of themselves.
 #[must_use]
 pub fn compile(
     rule: &Rule,
@@ -29,6 +31,7 @@ pub fn compile(
     places: &[Place],
     shared: Arc<ServiceShared>,
     inventory: Option<ReaderFactory>,
+    facts: &ServiceFacts,
 ) -> Service {
     let some = |text: &String| (!text.is_empty()).then(|| text.clone());
     Service {
@@ -40,17 +43,18 @@ pub fn compile(
         model: some(&rule.key.model),
         select: rule.select,
         engine: rule.engine,
-        kv: rule.kv.as_ref().zip(inventory).map(|(kv, inventory)| compile_kv(kv, inventory)),
+        kv: rule.kv.as_ref().zip(inventory).map(|(kv, inventory)| compile_kv(kv, inventory, facts)),
         endpoints: places.iter().map(|place| compile_place(rule, place)).collect(),
         shared,
     }
 }
 
-fn compile_kv(kv: &KvRule, inventory: ReaderFactory) -> KvExact {
+fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> KvExact {
     KvExact {
         block_tokens: kv.block_tokens,
-        algo: kv.algo,
-        none_hash: NoneHash::from_seed(kv.algo, &kv.seed),
+        contract: contract(kv, facts),
+        algo_given: kv.algo_given,
+        adapters: facts.adapters.iter().map(|(name, adapter)| (name.as_str().into(), adapter.clone())).collect(),
         chat_template: kv.chat_template.as_ref().map(|template| Arc::clone(&template.text)),
         chat_template_kwargs: kv.prompts.template_kwargs.clone(),
         add_bos: kv.prompts.add_bos,

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use crate::fields::{Fields, Report};
+use shards::service::Engine;
+
+use crate::fields::{Fields, Report, Value};
 
 use super::check::Facts;
 use super::{ENDPOINTS_MAX, EventPlace, EventSource, Host, KvRule, RuleEndpoint};
@@ -17,6 +19,7 @@ pub(super) fn read(
     list: Vec<Fields<'_>>,
     report: &mut Report,
     facts: &Facts,
+    engine: Engine,
     kv: Option<&KvRule>,
     replay_offset: u16,
 ) -> Vec<RuleEndpoint> {
@@ -35,7 +38,8 @@ pub(super) fn read(
         (prefill, decode) = (prefill || role == 1, decode || role == 2);
         check_role(&fields, report, facts, role);
         let before = report.problems.len();
-        let endpoint = read_one(&mut fields, report, kv, replay_offset);
+        refuse_options(&mut fields, report, engine);
+        let endpoint = read_one(&mut fields, report, engine, kv, replay_offset);
         if report.problems.len() == before {
             seen.check(&fields, report, index, &endpoint, kv.map_or(1, |kv| kv.ranks));
         }
@@ -62,14 +66,36 @@ fn check_role(fields: &Fields<'_>, report: &mut Report, facts: &Facts, role: i64
     fields.invalid(report, "ep_role", message);
 }
 
-fn read_one(fields: &mut Fields<'_>, report: &mut Report, kv: Option<&KvRule>, replay_offset: u16) -> RuleEndpoint {
+/// Refuses event options of an engine that publishes none.
+fn refuse_options(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) {
+    for name in ["kvZmqPort", "kvReplayPort", "kvZmqBind", "nixl_port"] {
+        if engine == Engine::Llamacpp && fields.take(name).is_some_and(|node| node.value != Value::Int(0)) {
+            let message =
+                format!("is refused for kv-engine-type llamacpp: it publishes no cache events; leave {name} out");
+            fields.invalid(report, name, message);
+        }
+    }
+}
+
+fn read_one(
+    fields: &mut Fields<'_>,
+    report: &mut Report,
+    engine: Engine,
+    kv: Option<&KvRule>,
+    replay_offset: u16,
+) -> RuleEndpoint {
+    if engine == Engine::Llamacpp {
+        return read_place(fields, report, None);
+    }
     let own_port = fields.int_in(report, "kvZmqPort", 1..=65_535);
     let own_replay = fields.int_in(report, "kvReplayPort", 1..=65_535);
     let bind = read_bind(fields, report);
     if own_port.is_some() && bind.is_some() {
         fields.invalid(report, "kvZmqBind", "cannot stand beside kvZmqPort: an engine either listens or connects");
     }
-    let events = kv.map(|kv| {
+    // TensorRT-LLM is asked at its serving port, unless the endpoint says where it pushes its events.
+    let pushes = engine != Engine::Trtllm || own_port.is_some() || bind.is_some();
+    let events = kv.filter(|_| pushes).map(|kv| {
         let port = own_port.map_or(kv.zmq_port, |port| port as u16);
         let live = bind.map_or(EventPlace::Connect(port), EventPlace::Bind);
         let event_port = match live {
@@ -93,6 +119,10 @@ fn read_one(fields: &mut Fields<'_>, report: &mut Report, kv: Option<&KvRule>, r
             own_replay: own_replay.is_some(),
         }
     });
+    read_place(fields, report, events)
+}
+
+fn read_place(fields: &mut Fields<'_>, report: &mut Report, events: Option<EventSource>) -> RuleEndpoint {
     RuleEndpoint {
         host: read_host(fields, report),
         port: read_port(fields, report),

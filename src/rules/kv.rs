@@ -4,13 +4,18 @@ use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use shards::block::{FIXED_SEED, HashAlgo};
+use shards::block::FIXED_SEED;
 use shards::service::Engine;
 
-use crate::fields::{Fields, Report};
+use crate::fields::{Fields, Report, Value};
 
 use super::check::{ENGINE_DEFAULT, Facts};
-use super::{ChatTemplate, KvDefaults, KvRule, RANKS_MAX, SEED_BYTES_MAX};
+use super::{ChatTemplate, KvAlgo, KvDefaults, KvRule, RANKS_MAX, SEED_BYTES_MAX};
+
+/// `kvZmqPort` of rules that do not say.
+const ZMQ_PORT: i64 = 5557;
+/// `kvWarmupSec` of rules that do not say.
+const WARMUP_SEC: u32 = 30;
 
 /// Fewest tokens per block. vLLM has no smaller page; with less, the index outgrows the cache it mirrors.
 const BLOCK_TOKENS_MIN: i64 = 4;
@@ -19,30 +24,35 @@ const BLOCK_TOKENS_MAX: i64 = 65_536;
 /// Largest chat template file, bytes.
 const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
 
-/// Engines by the names of `kvEngineType`, with the hash contract each has by default, and whether it is built.
-const ENGINES: &[(&str, &str, Option<Engine>)] = &[
-    ("vllm", "sha256_cbor", Some(Engine::Vllm)),
-    ("sglang", "sha256_sglang", None),
-    ("trtllm", "blockhash_trtllm", None),
-    ("llamacpp", "", None),
+/// Options that only mean something where cache events are followed.
+const KV_OPTIONS: [&str; 16] = [
+    "kvExactMode",
+    "kvBlockSize",
+    "kvHashAlgo",
+    "kvHashAlgoDefault",
+    "kvZmqPort",
+    "kvWarmupSec",
+    "kvDpRankCount",
+    "kvNoneHashSeed",
+    "kvChatTemplate",
+    "kvMinMatchTokens",
+    "kvSpillRelief",
+    "kvColdstartSeedN",
+    "kvColdstartMinBlocks",
+    "kvMeanLoadFactor",
+    "kvExactApiMode",
+    "kvModelProfile",
 ];
 
-/// Hash contracts by the names of `kvHashAlgo`, with the engine each belongs to, and whether it is built.
-const ALGOS: &[(&str, &str, Option<HashAlgo>)] = &[
-    ("sha256_cbor", "vllm", Some(HashAlgo::Sha256Cbor)),
-    ("xxhash_cbor", "vllm", Some(HashAlgo::XxhashCbor)),
-    ("sha256_sglang", "sglang", None),
-    ("blockhash_trtllm", "trtllm", None),
+/// Options that only mean something for prefill and decode pools.
+const PD_OPTIONS: [&str; 6] = [
+    "pd_disagg_mode",
+    "pd_cache_aware_mode",
+    "pdBootstrapPort",
+    "pd_session_ttl_sec",
+    "pd_cache_threshold",
+    "pd_balance_abs_threshold",
 ];
-
-/// The name of a hash contract in rules and answers.
-#[must_use]
-pub fn algo_name(algo: HashAlgo) -> &'static str {
-    match algo {
-        HashAlgo::Sha256Cbor => "sha256_cbor",
-        HashAlgo::XxhashCbor => "xxhash_cbor",
-    }
-}
 
 /// Reads every `kv…` option; the values of rules without KV-exact routing are checked and dropped.
 pub(super) fn read(
@@ -51,22 +61,23 @@ pub(super) fn read(
     facts: &Facts,
     defaults: &KvDefaults,
 ) -> (Engine, Option<KvRule>) {
-    let (engine_name, engine) = read_engine(fields, report);
-    let algo = read_algo(fields, report, engine_name);
-    let ranks = read_ranks(fields, report);
-    let zmq_port = fields.int_in(report, "kvZmqPort", 1..=65_535).unwrap_or(5557);
-    if zmq_port + ranks - 1 > 65_535 {
-        let message = format!("{zmq_port} with {ranks} ranks ends beyond port 65535: rank r is at kvZmqPort + r");
-        fields.invalid(report, "kvZmqPort", message);
-    }
-    check_engine_options(fields, report, engine_name, zmq_port, ranks, facts);
+    let engine = read_engine(fields, report);
+    let Some(default_algo) = KvAlgo::default_of(engine) else {
+        refuse_options(fields, report, engine);
+        return (engine, None);
+    };
+    let algo = read_algo(fields, report, engine);
+    let ranks = read_ranks(fields, report, engine);
+    let zmq_port = read_zmq_port(fields, report, engine, ranks);
+    check_bootstrap_port(fields, report, engine, facts);
     let kv = KvRule {
-        block_tokens: read_block_tokens(fields, report),
-        algo,
+        block_tokens: read_block_tokens(fields, report, engine),
+        algo: algo.unwrap_or(default_algo),
+        algo_given: algo.is_some(),
         zmq_port: zmq_port as u16,
-        warmup_sec: number(fields, report, "kvWarmupSec", 0, i32::MAX as i64, 30),
+        warmup_sec: read_warmup(fields, report),
         ranks: ranks as u8,
-        seed: read_seed(fields, report).or_else(|| defaults.seed.clone()).unwrap_or_else(|| FIXED_SEED.to_owned()),
+        seed: read_seed(fields, report, engine, defaults),
         chat_template: read_template(fields, report),
         prompts: super::prompts::read(fields, report),
         min_match_tokens: number(fields, report, "kvMinMatchTokens", 0, 4096, defaults.min_match_tokens),
@@ -75,60 +86,87 @@ pub(super) fn read(
         seed_min_blocks: number(fields, report, "kvColdstartMinBlocks", 0, 100_000_000, defaults.seed_min_blocks),
         mean_load_factor: number(fields, report, "kvMeanLoadFactor", 100, 1000, defaults.mean_load_factor),
     };
+    if kv.algo == KvAlgo::XxhashCbor && kv.seed.is_none() && facts.single_pool() {
+        fields.warn(
+            report,
+            "kvHashAlgo",
+            "xxhash_cbor: engines without PYTHONHASHSEED hash a random seed, so that their keys cannot be known: start \
+             them with PYTHONHASHSEED=0 and write kvNoneHashSeed \"0\"",
+        );
+    }
     (engine, facts.single_pool().then_some(kv))
+}
+
+/// Refuses whatever asks for cache events or for pools of an engine that has neither.
+fn refuse_options(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) {
+    let engine = engine.name();
+    let why = [
+        (&KV_OPTIONS[..], "it publishes no cache events, so its endpoints are chosen by sel alone"),
+        (&PD_OPTIONS[..], "it has no prefill and decode roles"),
+    ];
+    for (options, reason) in why {
+        for name in options {
+            let Some(node) = fields.take(name) else { continue };
+            if !matches!(node.value, Value::Int(0) | Value::Bool(false)) && node.value != Value::Text(String::new()) {
+                let message = format!("is refused for kv-engine-type {engine}: {reason}; leave {name} out");
+                fields.invalid(report, name, message);
+            }
+        }
+    }
 }
 
 fn number(fields: &mut Fields<'_>, report: &mut Report, name: &str, min: i64, max: i64, default: u32) -> u32 {
     fields.int_in(report, name, min..=max).map_or(default, |value| value as u32)
 }
 
-fn read_engine(fields: &mut Fields<'_>, report: &mut Report) -> (&'static str, Engine) {
+fn read_engine(fields: &mut Fields<'_>, report: &mut Report) -> Engine {
     let name = fields.text_set(report, "kvEngineType").unwrap_or(ENGINE_DEFAULT.name());
-    match ENGINES.iter().find(|(known, ..)| *known == name) {
-        Some((known, _, Some(engine))) => (*known, *engine),
-        Some((known, _, None)) => {
-            fields.not_yet(report, "kvEngineType", format!("{known:?} is not built yet: \"vllm\" is"));
-            (*known, ENGINE_DEFAULT)
-        }
-        None => {
-            let message =
-                format!("kv-engine-type must be one of \"vllm\", \"sglang\", \"trtllm\", \"llamacpp\", not {name:?}");
-            fields.invalid(report, "kvEngineType", message);
-            (ENGINE_DEFAULT.name(), ENGINE_DEFAULT)
-        }
-    }
+    Engine::ALL.into_iter().find(|engine| engine.name() == name).unwrap_or_else(|| {
+        let message =
+            format!("kv-engine-type must be one of \"vllm\", \"sglang\", \"trtllm\", \"llamacpp\", not {name:?}");
+        fields.invalid(report, "kvEngineType", message);
+        ENGINE_DEFAULT
+    })
 }
 
-fn read_algo(fields: &mut Fields<'_>, report: &mut Report, engine: &str) -> HashAlgo {
-    let fallback = HashAlgo::Sha256Cbor;
-    let Some(name) = fields.text_set(report, "kvHashAlgo") else { return fallback };
-    let Some((_, owner, algo)) = ALGOS.iter().find(|(known, ..)| *known == name) else {
-        let mut message = "kv-hash-algo must be one of \"sha256_cbor\", \"xxhash_cbor\", \"sha256_sglang\", \
-                           \"blockhash_trtllm\""
-            .to_owned();
-        message += &match name {
-            "sha256" | "xxhash" => format!(
-                ", not {name:?}, which hashes Python pickles: start the engines with --prefix-caching-hash-algo \
-                 {name}_cbor and write \"{name}_cbor\""
-            ),
-            _ => format!(", not {name:?}"),
+/// The algorithm that the rule itself names.
+fn read_algo(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) -> Option<KvAlgo> {
+    // A readback says so beside the default it shows, so that it can be posted again.
+    let is_default = fields.flag(report, "kvHashAlgoDefault") == Some(true);
+    let name = fields.text_set(report, "kvHashAlgo")?;
+    let Some(algo) = KvAlgo::ALL.into_iter().find(|algo| algo.name() == name) else {
+        let instead = match name {
+            "sha256" => {
+                ", which hashes Python pickles: start the engines with --prefix-caching-hash-algo sha256_cbor \
+                         and write \"sha256_cbor\", or leave kvHashAlgo out and their own algorithm is followed"
+            }
+            "xxhash" => {
+                ", which hashes Python pickles: start the engines with --prefix-caching-hash-algo xxhash_cbor \
+                         and write \"xxhash_cbor\", or leave kvHashAlgo out and their own algorithm is followed"
+            }
+            "xxhash128" => ", which is the digest of vLLM's xxhash_cbor: write \"xxhash_cbor\"",
+            _ => "",
         };
+        let message = format!(
+            "kv-hash-algo must be one of \"sha256_cbor\", \"xxhash_cbor\", \"sha256_sglang\", \"blockhash_trtllm\", \
+             not {name:?}{instead}"
+        );
         fields.invalid(report, "kvHashAlgo", message);
-        return fallback;
+        return None;
     };
-    if *owner != engine {
-        let default = ENGINES.iter().find(|(known, ..)| *known == engine).map_or("", |(_, default, _)| default);
+    if algo.engine() != engine {
+        let (engine, default) = (engine.name(), KvAlgo::default_of(engine).map_or("", KvAlgo::name));
         let message = format!(
             "kv-hash-algo {name:?} is incompatible with kv-engine-type {engine:?} (omit kvHashAlgo to get {default:?})"
         );
         fields.invalid(report, "kvHashAlgo", message);
+        return None;
     }
-    // A contract that is not built belongs to an engine that is not, which has been reported.
-    algo.unwrap_or(fallback)
+    (!is_default).then_some(algo)
 }
 
-fn read_ranks(fields: &mut Fields<'_>, report: &mut Report) -> i64 {
-    match fields.int(report, "kvDpRankCount") {
+fn read_ranks(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) -> i64 {
+    let ranks = match fields.int(report, "kvDpRankCount") {
         None | Some(0) => 1,
         Some(ranks) if (1..=RANKS_MAX).contains(&ranks) => ranks,
         Some(ranks) => {
@@ -136,56 +174,95 @@ fn read_ranks(fields: &mut Fields<'_>, report: &mut Report) -> i64 {
             fields.invalid(report, "kvDpRankCount", message);
             1
         }
+    };
+    if ranks > 1 && engine == Engine::Vllm {
+        let message = format!(
+            "{ranks}: rank r is expected at kvZmqPort + r, where vLLM's --data-parallel-size publishes; servers of one \
+             rank each are endpoints of their own"
+        );
+        fields.warn(report, "kvDpRankCount", message);
     }
+    if ranks > 1 && engine == Engine::Trtllm {
+        let message =
+            "kvDpRankCount is meaningless for kv-engine-type trtllm, whose events name their rank: leave it out";
+        fields.invalid(report, "kvDpRankCount", message);
+        return 1;
+    }
+    ranks
 }
 
-fn check_engine_options(
-    fields: &mut Fields<'_>,
-    report: &mut Report,
-    engine: &str,
-    zmq_port: i64,
-    ranks: i64,
-    facts: &Facts,
-) {
-    if engine == "trtllm" && zmq_port != 5557 {
-        fields.invalid(report, "kvZmqPort", "kvZmqPort is meaningless for kv-engine-type trtllm: leave it out");
+fn read_zmq_port(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, ranks: i64) -> i64 {
+    if engine == Engine::Trtllm {
+        // The reference lets its own default pass.
+        if !matches!(fields.int(report, "kvZmqPort"), None | Some(0 | ZMQ_PORT)) {
+            let message = "kvZmqPort is meaningless for kv-engine-type trtllm, whose events come from its serving \
+                           port: leave it out";
+            fields.invalid(report, "kvZmqPort", message);
+        }
+        return ZMQ_PORT;
     }
-    if engine == "trtllm" && ranks > 1 {
-        fields.invalid(report, "kvDpRankCount", "kvDpRankCount is meaningless for kv-engine-type trtllm: leave it out");
+    let port = fields.int_in(report, "kvZmqPort", 1..=65_535).unwrap_or(ZMQ_PORT);
+    if port + ranks - 1 > 65_535 {
+        let message = format!("{port} with {ranks} ranks ends beyond port 65535: rank r is at kvZmqPort + r");
+        fields.invalid(report, "kvZmqPort", message);
     }
-    if engine == "llamacpp" && facts.wants_events() {
-        fields.invalid(report, "kvExactMode", "kv-engine-type llamacpp publishes no cache events: write kvExactMode 0");
-    }
+    port
+}
+
+fn check_bootstrap_port(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, facts: &Facts) {
     let bootstrap = fields.int_in(report, "pdBootstrapPort", 0..=65_535).unwrap_or(0);
-    if bootstrap != 0 && !(facts.pd && engine == "sglang") {
+    if bootstrap != 0 && !(facts.pd && engine == Engine::Sglang) {
         let message = "pd-bootstrap-port requires pd_disagg_mode=true and kv-engine-type sglang";
         fields.invalid(report, "pdBootstrapPort", message);
     }
 }
 
-fn read_block_tokens(fields: &mut Fields<'_>, report: &mut Report) -> u32 {
+fn read_warmup(fields: &mut Fields<'_>, report: &mut Report) -> u32 {
+    let seconds = number(fields, report, "kvWarmupSec", 0, i32::MAX.into(), WARMUP_SEC);
+    if seconds != WARMUP_SEC {
+        let message =
+            format!("{seconds} is accepted and has no effect: a block counts from the moment it is announced");
+        fields.warn(report, "kvWarmupSec", message);
+    }
+    seconds
+}
+
+fn read_block_tokens(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) -> u32 {
     let Some(tokens) = fields.int(report, "kvBlockSize") else { return 16 };
-    if (BLOCK_TOKENS_MIN..=BLOCK_TOKENS_MAX).contains(&tokens) {
+    let (min, option) = match engine {
+        // Its pages are single tokens unless something asks for more.
+        Engine::Sglang => (1, "--page-size"),
+        Engine::Trtllm => (BLOCK_TOKENS_MIN, "tokens_per_block"),
+        Engine::Vllm | Engine::Llamacpp => (BLOCK_TOKENS_MIN, "--block-size"),
+    };
+    if (min..=BLOCK_TOKENS_MAX).contains(&tokens) {
         return tokens as u32;
     }
-    let message = format!(
-        "{tokens} is not within {BLOCK_TOKENS_MIN} to {BLOCK_TOKENS_MAX} tokens: write the engines' --block-size \
-         (16 unless they were started with another)"
-    );
+    let message =
+        format!("{tokens} is not within {min} to {BLOCK_TOKENS_MAX} tokens: write the engines' {option} (default 16)");
     fields.invalid(report, "kvBlockSize", message);
     16
 }
 
-fn read_seed(fields: &mut Fields<'_>, report: &mut Report) -> Option<String> {
+/// The seed in force; none = the engines were given none.
+fn read_seed(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, defaults: &KvDefaults) -> Option<String> {
     // The empty text is a seed of its own: what vLLM hashes when PYTHONHASHSEED is set to nothing.
-    let seed = fields.text(report, "kvNoneHashSeed")?;
-    if seed.len() > SEED_BYTES_MAX {
+    let own = fields.text(report, "kvNoneHashSeed");
+    if engine != Engine::Vllm {
+        if own.is_some_and(|seed| !seed.is_empty()) {
+            let message = format!("is accepted and has no effect: kv-engine-type {} hashes no seed", engine.name());
+            fields.warn(report, "kvNoneHashSeed", message);
+        }
+        return None;
+    }
+    if let Some(seed) = own.filter(|seed| seed.len() > SEED_BYTES_MAX) {
         let message =
             format!("has {} bytes, at most {SEED_BYTES_MAX} are taken: the engines' PYTHONHASHSEED", seed.len());
         fields.invalid(report, "kvNoneHashSeed", message);
         return None;
     }
-    Some(seed.to_owned())
+    // No engine can be started with the fixed seed as its own, so whoever names it means none.
+    own.map(str::to_owned).or_else(|| defaults.seed.clone()).filter(|seed| seed != FIXED_SEED)
 }
 
 fn read_template(fields: &mut Fields<'_>, report: &mut Report) -> Option<ChatTemplate> {

@@ -5,12 +5,14 @@
 //! follows sees no raw input: [`readback`] shows a rule, [`compile`] makes the [`shards::service::Service`].
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
-//! `kvNoneHashSeed`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`,
+//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvMinMatchTokens`,
+//! `kvSpillRelief`, `kvColdstartSeedN`,
 //! `kvColdstartMinBlocks` and `kvMeanLoadFactor`, and an endpoint `kvZmqPort`, `kvReplayPort` and
 //! `kvZmqBind`.
 
 #![forbid(unsafe_code)]
 
+mod algo;
 mod check;
 pub mod compile;
 mod defaults;
@@ -19,6 +21,7 @@ mod kv;
 mod others;
 mod prompts;
 mod readback;
+mod token;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -26,14 +29,14 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use shards::block::HashAlgo;
 use shards::service::{Engine, PathMatch, Select};
 
+pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
 pub use defaults::KvDefaults;
-pub use kv::algo_name;
 pub use prompts::PromptOptions;
 pub use readback::readback;
+pub use token::{EngineToken, TokenError};
 
 /// Most endpoints of one rule. A rule with more is refused.
 pub const ENDPOINTS_MAX: usize = 1024;
@@ -57,6 +60,8 @@ pub struct Rule {
     pub engine: Engine,
     /// KV-exact routing (`kvExactMode` 3); none = plain load balancing.
     pub kv: Option<KvRule>,
+    /// `engineTokenFile`: what the gateway shows on its own calls.
+    pub engine_token: Option<Arc<EngineToken>>,
     /// Endpoints in the order of the rule.
     pub endpoints: Vec<RuleEndpoint>,
     /// Options that are accepted, have no effect, and are shown again, by name.
@@ -148,15 +153,17 @@ pub struct KvRule {
     /// `kvBlockSize`, tokens.
     pub block_tokens: u32,
     /// `kvHashAlgo`.
-    pub algo: HashAlgo,
+    pub algo: KvAlgo,
+    /// Whether the rule itself names it. Else engines that use another of theirs are followed.
+    pub algo_given: bool,
     /// `kvZmqPort`: event port of endpoints that name none; rank r is at the port + r.
     pub zmq_port: u16,
     /// `kvWarmupSec`: shown again; a block counts from the moment it is announced.
     pub warmup_sec: u32,
     /// `kvDpRankCount`.
     pub ranks: u8,
-    /// The engines' `PYTHONHASHSEED`; the fixed seed of vLLM 0.29 and later where nothing names one.
-    pub seed: String,
+    /// vLLM's `PYTHONHASHSEED`; none = unset: the fixed seed of vLLM 0.29 and later.
+    pub seed: Option<String>,
     /// `kvChatTemplate`.
     pub chat_template: Option<ChatTemplate>,
     /// `kvChatTemplateKwargs` and `kvAddBos`.
@@ -195,7 +202,8 @@ pub struct RuleEndpoint {
     pub backup: bool,
     /// `nixl_port`: shown again, used by P/D rules alone.
     pub nixl_port: u16,
-    /// Where its cache events come from; none for rules without KV-exact routing.
+    /// Where its cache events come from; none for rules without KV-exact routing, and for TensorRT-LLM endpoints that
+    /// do not push theirs.
     pub events: Option<EventSource>,
 }
 

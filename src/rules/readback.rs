@@ -1,10 +1,11 @@
 //! A rule as the API shows it: the names it was posted with, and the values in force.
 
 use serde_json::{Map, Value, json};
+use shards::block::FIXED_SEED;
 use shards::ids::ServiceId;
-use shards::service::Select;
+use shards::service::{Engine, Select};
 
-use super::{EventPlace, KvRule, PathMatchMode, Rule, RuleEndpoint, kv};
+use super::{EventPlace, KvRule, PathMatchMode, Rule, RuleEndpoint};
 
 /// The rule as one element of `lbAttr`. `up` tells for each endpoint of the rule whether it is up.
 #[must_use]
@@ -45,7 +46,10 @@ fn show_service(rule: &Rule, id: ServiceId) -> Value {
     put("kvExactMode", json!(if rule.kv.is_some() { 3 } else { 0 }));
     put("kvEngineType", json!(rule.engine.name()));
     if let Some(kv) = &rule.kv {
-        show_kv(kv, &mut put);
+        show_kv(rule.engine, kv, &mut put);
+    }
+    if let Some(token) = &rule.engine_token {
+        put("engineTokenFile", json!(token.path()));
     }
     for (name, value) in &rule.inert {
         put(name, value.clone());
@@ -62,13 +66,18 @@ pub(super) fn sel_number(select: Select) -> u8 {
     }
 }
 
-fn show_kv(kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
+fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     put("kvBlockSize", json!(kv.block_tokens));
-    put("kvHashAlgo", json!(kv::algo_name(kv.algo)));
+    put("kvHashAlgo", json!(kv.algo.name()));
+    if !kv.algo_given {
+        put("kvHashAlgoDefault", json!(true));
+    }
     put("kvZmqPort", json!(kv.zmq_port));
     put("kvWarmupSec", json!(kv.warmup_sec));
     put("kvDpRankCount", json!(kv.ranks));
-    put("kvNoneHashSeed", json!(kv.seed));
+    if engine == Engine::Vllm {
+        put("kvNoneHashSeed", json!(kv.seed.as_deref().unwrap_or(FIXED_SEED)));
+    }
     if let Some(template) = &kv.chat_template {
         put("kvChatTemplate", json!(template.path));
     }

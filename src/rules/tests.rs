@@ -48,6 +48,7 @@ fn values_left_out_have_the_reference_defaults_in_the_readback() {
         ("kvExactMode", json!(3)),
         ("kvBlockSize", json!(16)),
         ("kvHashAlgo", json!("sha256_cbor")),
+        ("kvHashAlgoDefault", json!(true)),
         ("kvZmqPort", json!(5557)),
         ("kvWarmupSec", json!(30)),
         ("kvEngineType", json!("vllm")),
@@ -107,6 +108,7 @@ fn refusals_name_the_value_and_what_is_expected() {
         (json!({"kvZmqPort": 65530, "kvDpRankCount": 8}), "kvZmqPort: 65530 with 8 ranks ends beyond port 65535"),
         (json!({"kvHashAlgo": "sha256"}), "write \"sha256_cbor\""),
         (json!({"kvHashAlgo": "xxhash"}), "write \"xxhash_cbor\""),
+        (json!({"kvHashAlgo": "xxhash128"}), "write \"xxhash_cbor\""),
         (json!({"kvHashAlgo": "md5"}), "kv-hash-algo must be one of"),
         (json!({"kvHashAlgo": "sha256_sglang"}), "incompatible with kv-engine-type \"vllm\" (omit kvHashAlgo to get"),
         (json!({"kvBlockSize": 1}), "kvBlockSize: 1 is not within 4 to 65536 tokens"),
@@ -141,7 +143,6 @@ fn what_is_right_but_not_built_is_told_apart() {
     let later = [
         (json!({"sel": 8}), "sel: 8 is not built yet"),
         (json!({"security": 1}), "security: 1 is refused: TLS is not built yet"),
-        (json!({"kvEngineType": "sglang", "kvHashAlgo": null}), "kvEngineType: \"sglang\" is not built yet"),
         (json!({"oper": 1}), "oper: 1 is not built yet"),
         (json!({"adminStateUp": false}), "adminStateUp: false is not built yet"),
         (json!({"portMax": 8090}), "portMax: 8090: port ranges are not built yet"),
@@ -161,7 +162,7 @@ fn what_is_right_but_not_built_is_told_apart() {
 
 /// The reference documentation's prefill/decode rule and its SGLang rule.
 #[test]
-fn the_documented_examples_answer_not_yet_and_nothing_else() {
+fn the_documented_examples_are_understood() {
     let roles: Vec<Value> = (0..6)
         .map(|i| json!({"endpointIP": format!("10.0.0.{}", i + 1), "targetPort": 8080, "weight": 1, "ep_role": i % 2 + 1}))
         .collect();
@@ -171,10 +172,12 @@ fn the_documented_examples_answer_not_yet_and_nothing_else() {
     let sglang = json!({"serviceArguments": {"externalIP": "10.1.1.1", "port": 9090, "protocol": "tcp", "sel": 0,
         "mode": 4, "kvExactMode": 3, "kvEngineType": "sglang", "kvDpRankCount": 3, "kvZmqPort": 5561,
         "kvWarmupSec": 30, "kvBlockSize": 16}, "endpoints": two()});
-    for body in [disaggregated, sglang] {
-        let problems = request(&body).expect_err("not built yet");
-        assert_eq!(problems.iter().map(|p| p.kind).collect::<Vec<_>>(), [Kind::NotYet], "{problems:?}");
-    }
+    let problems = request(&disaggregated).expect_err("not built yet");
+    assert_eq!(problems.iter().map(|p| p.kind).collect::<Vec<_>>(), [Kind::NotYet], "{problems:?}");
+    let (rule, warnings) = request(&sglang).expect("accepted");
+    let kv = rule.kv.expect("a KV rule");
+    assert_eq!((rule.engine, kv.algo, kv.ranks, kv.zmq_port), (Engine::Sglang, KvAlgo::Sha256Sglang, 3, 5561));
+    assert_eq!(warnings, []);
 }
 
 #[test]
@@ -302,7 +305,7 @@ fn a_rules_key_wins_over_the_variable_and_the_variable_over_the_default() {
     let node = from_json(body(json!({"kvMinMatchTokens": 0}), two()).to_string().as_bytes()).expect("JSON");
     let rule = check_request(&node, &defaults).expect("accepted").0;
     let kv = rule.kv.expect("a KV rule");
-    assert_eq!((kv.seed.as_str(), kv.min_match_tokens, kv.spill_relief, kv.seed_every), ("7", 0, false, 16));
+    assert_eq!((kv.seed.as_deref(), kv.min_match_tokens, kv.spill_relief, kv.seed_every), (Some("7"), 0, false, 16));
     assert_eq!(rule.endpoints[0].events.expect("a KV rule").replay_port, None);
 
     let problems = env(&[
@@ -315,4 +318,214 @@ fn a_rules_key_wins_over_the_variable_and_the_variable_over_the_default() {
     let texts: Vec<String> = problems.iter().map(ToString::to_string).collect();
     assert_eq!(texts.len(), 4, "{texts:?}");
     assert!(texts.contains(&"LLB_KV_MIN_MATCH_TOKENS: \"4097\" is not a whole number within 0 to 4096".to_owned()));
+}
+
+/// A rule of an engine, with nothing else said about its cache.
+fn of_engine(engine: &str, changes: Value) -> Value {
+    let mut service = json!({"externalIP": "127.0.0.1", "port": 8080, "mode": 4, "kvEngineType": engine});
+    for (name, value) in changes.as_object().expect("changes are an object") {
+        service[name] = value.clone();
+    }
+    json!({"serviceArguments": service, "endpoints": two()})
+}
+
+#[test]
+fn an_engine_has_its_own_algorithm_and_no_other() {
+    let all = ["sha256_cbor", "xxhash_cbor", "sha256_sglang", "blockhash_trtllm"];
+    for (engine, default, fits) in [
+        ("vllm", "sha256_cbor", &all[..2]),
+        ("sglang", "sha256_sglang", &all[2..3]),
+        ("trtllm", "blockhash_trtllm", &all[3..]),
+    ] {
+        let rule = accepted(&of_engine(engine, json!({"kvExactMode": 3})));
+        let shown = readback(&rule, ServiceId(0), &[]);
+        assert_eq!(shown["serviceArguments"]["kvHashAlgo"], default);
+        assert_eq!(request(&shown).expect("accepted").0, rule, "a readback posted again is the same rule");
+        for algo in all {
+            let posted = of_engine(engine, json!({"kvExactMode": 3, "kvHashAlgo": algo}));
+            if fits.contains(&algo) {
+                let kv = accepted(&posted).kv.expect("a KV rule");
+                assert_eq!((kv.algo.name(), kv.algo_given), (algo, true));
+            } else {
+                let text = format!(
+                    "kvHashAlgo: kv-hash-algo \"{algo}\" is incompatible with kv-engine-type \"{engine}\" (omit \
+                     kvHashAlgo to get \"{default}\")"
+                );
+                refused(&posted, Kind::Invalid, &text);
+            }
+        }
+    }
+}
+
+#[test]
+fn engines_take_and_refuse_ranks_ports_and_modes_as_the_schema_says() {
+    let kv = |changes: Value| {
+        let mut all = json!({"kvExactMode": 3});
+        for (name, value) in changes.as_object().expect("an object") {
+            all[name] = value.clone();
+        }
+        all
+    };
+    let cases = [
+        ("sglang", json!({"kvDpRankCount": 8}), ""),
+        ("sglang", json!({"kvBlockSize": 1}), ""),
+        ("sglang", json!({"kvBlockSize": 0}), "0 is not within 1 to 65536 tokens: write the engines' --page-size"),
+        ("sglang", json!({"kvDpRankCount": 8, "kvZmqPort": 65530}), "with 8 ranks ends beyond port 65535"),
+        ("sglang", json!({"kvExactMode": 2}), "2 is reserved"),
+        ("vllm", json!({"kvDpRankCount": 8}), ""),
+        ("vllm", json!({"kvExactMode": 2}), "2 is reserved"),
+        ("trtllm", json!({"kvZmqPort": 0}), ""),
+        ("trtllm", json!({"kvZmqPort": 5557, "kvDpRankCount": 1}), ""),
+        ("trtllm", json!({"kvZmqPort": 5558}), "kvZmqPort is meaningless for kv-engine-type trtllm"),
+        ("trtllm", json!({"kvDpRankCount": 2}), "kvDpRankCount is meaningless for kv-engine-type trtllm"),
+        ("trtllm", json!({"kvDpRankCount": 9}), "kv-dp-rank-count must be within 1..8 (0 = default 1)"),
+        ("trtllm", json!({"kvExactMode": 2}), "2 is reserved"),
+        ("trtllm", json!({"pdBootstrapPort": 1}), "pd-bootstrap-port requires pd_disagg_mode=true"),
+    ];
+    for (engine, changes, expected) in cases {
+        let posted = of_engine(engine, kv(changes));
+        match expected {
+            "" => drop(accepted(&posted)),
+            text => refused(&posted, Kind::Invalid, text),
+        }
+    }
+    let endpoints = json!([{"endpointIP": "10.0.0.1", "targetPort": 8000},
+        {"endpointIP": "10.0.0.2", "targetPort": 8000, "kvZmqPort": 5600}]);
+    let mut pushing = of_engine("trtllm", json!({"kvExactMode": 3}));
+    pushing["endpoints"] = endpoints;
+    let live: Vec<_> = accepted(&pushing).endpoints.iter().map(|endpoint| endpoint.events.map(|e| e.live)).collect();
+    assert_eq!(live, [None, Some(EventPlace::Connect(5600))], "an endpoint that pushes its events may say where");
+}
+
+#[test]
+fn llamacpp_is_balanced_and_nothing_else() {
+    let rule = accepted(&of_engine("llamacpp", json!({"kvExactMode": 0, "pd_disagg_mode": false})));
+    assert_eq!((rule.engine, &rule.kv), (Engine::Llamacpp, &None));
+    let shown = readback(&rule, ServiceId(0), &[]);
+    assert_eq!(shown["serviceArguments"]["kvHashAlgo"], Value::Null);
+    assert_eq!(request(&shown).expect("accepted").0, rule);
+    for (name, value) in [
+        ("kvExactMode", json!(3)),
+        ("kvBlockSize", json!(16)),
+        ("kvHashAlgo", json!("sha256_cbor")),
+        ("kvZmqPort", json!(5557)),
+        ("kvWarmupSec", json!(30)),
+        ("kvDpRankCount", json!(1)),
+        ("kvNoneHashSeed", json!("0")),
+        ("kvChatTemplate", json!("/t.jinja")),
+        ("kvMinMatchTokens", json!(16)),
+        ("kvSpillRelief", json!(true)),
+        ("kvColdstartSeedN", json!(16)),
+        ("kvColdstartMinBlocks", json!(16)),
+        ("kvMeanLoadFactor", json!(175)),
+        ("pd_disagg_mode", json!(true)),
+        ("pd_cache_aware_mode", json!(true)),
+        ("pdBootstrapPort", json!(8998)),
+        ("pd_session_ttl_sec", json!(5)),
+    ] {
+        let text = format!("{name}: is refused for kv-engine-type llamacpp: it ");
+        refused(&of_engine("llamacpp", json!({name: value})), Kind::Invalid, &text);
+    }
+    for name in ["kvZmqPort", "kvReplayPort", "nixl_port"] {
+        let mut posted = of_engine("llamacpp", json!({}));
+        posted["endpoints"][1][name] = json!(6000);
+        let text = format!("endpoints[1].{name}: is refused for kv-engine-type llamacpp");
+        refused(&posted, Kind::Invalid, &text);
+    }
+}
+
+#[test]
+fn what_has_no_effect_or_needs_more_is_said() {
+    let told = |engine: &str, changes: Value| -> Vec<String> {
+        let (_, warnings) = request(&of_engine(engine, changes)).expect("accepted");
+        warnings.iter().map(ToString::to_string).collect()
+    };
+    for (engine, changes, expected) in [
+        ("vllm", json!({"kvExactMode": 3, "kvWarmupSec": 5}), "kvWarmupSec: 5 is accepted and has no effect"),
+        ("sglang", json!({"kvExactMode": 3, "kvWarmupSec": 0}), "kvWarmupSec: 0 is accepted and has no effect"),
+        (
+            "vllm",
+            json!({"kvExactMode": 3, "kvDpRankCount": 4}),
+            "kvDpRankCount: 4: rank r is expected at kvZmqPort + r",
+        ),
+        ("sglang", json!({"kvExactMode": 3, "kvNoneHashSeed": "0"}), "kv-engine-type sglang hashes no seed"),
+        ("vllm", json!({"kvExactMode": 3, "kvHashAlgo": "xxhash_cbor"}), "hash a random seed"),
+    ] {
+        let warnings = told(engine, changes);
+        assert!(warnings.len() == 1 && warnings[0].contains(expected), "{warnings:?} lacks {expected:?}");
+    }
+    let quiet = json!({"kvExactMode": 3, "kvHashAlgo": "xxhash_cbor", "kvNoneHashSeed": "0", "kvWarmupSec": 30});
+    assert_eq!(told("vllm", quiet), [""; 0]);
+    assert_eq!(told("sglang", json!({"kvExactMode": 3, "kvDpRankCount": 4})), [""; 0]);
+}
+
+#[test]
+fn a_seed_is_the_rules_own_else_the_environments_else_unset() {
+    let seed = |engine: &str, own: Option<&str>, env: Option<&str>| {
+        let changes = own.map_or(json!({"kvExactMode": 3}), |own| json!({"kvExactMode": 3, "kvNoneHashSeed": own}));
+        let defaults = KvDefaults { seed: env.map(str::to_owned), ..KvDefaults::default() };
+        let node = from_json(of_engine(engine, changes).to_string().as_bytes()).expect("JSON");
+        check_request(&node, &defaults).expect("accepted").0.kv.expect("a KV rule").seed
+    };
+    let text = |text: &str| Some(text.to_owned());
+    assert_eq!(seed("vllm", Some("42"), Some("7")), text("42"));
+    assert_eq!(seed("vllm", Some(""), Some("7")), text(""), "the empty text is a seed of its own");
+    assert_eq!(seed("vllm", None, Some("7")), text("7"));
+    assert_eq!(seed("vllm", Some("vllm-none-hash"), Some("7")), None, "as the readback spells an unset seed");
+    assert_eq!(seed("vllm", None, None), None);
+    assert_eq!(seed("sglang", None, Some("7")), None);
+}
+
+#[test]
+fn a_token_file_is_read_with_the_rule_and_shown_by_its_path_alone() {
+    let path = std::env::temp_dir().join(format!("kvlane-rule-token-{}", std::process::id()));
+    let posted = of_engine("llamacpp", json!({"engineTokenFile": path}));
+    refused(&posted, Kind::Invalid, "engineTokenFile: cannot read");
+    std::fs::write(&path, "s3cr3t\n").expect("the temporary directory is writable");
+    let set_mode = |mode| {
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
+        std::fs::set_permissions(&path, mode).expect("the file is ours");
+    };
+    set_mode(0o644);
+    refused(&posted, Kind::Invalid, "chmod 600");
+    set_mode(0o600);
+    let rule = accepted(&posted);
+    let shown = readback(&rule, ServiceId(0), &[]);
+    assert_eq!(shown["serviceArguments"]["engineTokenFile"], json!(path));
+    assert!(!shown.to_string().contains("s3cr3t") && !format!("{rule:?}").contains("s3cr3t"));
+    assert_eq!(accepted(&shown), rule);
+    std::fs::remove_file(&path).expect("the file is ours");
+}
+
+#[test]
+fn contracts_follow_the_rule_and_what_the_engines_say() {
+    use shards::block::vllm::{Algorithm, Tagging};
+    use shards::block::{Contract, NoneHash, Release};
+
+    use crate::discovery::ServiceFacts;
+
+    let of = |engine: &str, changes: Value, release: Option<Release>| {
+        let kv = accepted(&of_engine(engine, changes)).kv.expect("a KV rule");
+        let facts = ServiceFacts { release, ..ServiceFacts::default() };
+        (contract(&kv, &facts), release.and_then(|release| unknowable(&kv, release)))
+    };
+    let exact = || json!({"kvExactMode": 3});
+    let vllm = |tagging, seed: &str| Contract::Vllm {
+        none_hash: NoneHash::from_seed(Algorithm::Sha256Cbor, seed),
+        tagging,
+        lookahead: 0,
+    };
+    assert_eq!(of("vllm", exact(), None), (vllm(Tagging::Tagged, "vllm-none-hash"), None));
+    assert_eq!(of("vllm", exact(), Some(Release::new(0, 30, 0))), (vllm(Tagging::MmOffset, "vllm-none-hash"), None));
+    let seeded = json!({"kvExactMode": 3, "kvNoneHashSeed": "0"});
+    assert_eq!(of("vllm", seeded, Some(Release::new(0, 12, 0))), (vllm(Tagging::LoraName, "0"), None));
+    let problem = |engine: &str, changes: Value, release| of(engine, changes, Some(release)).1.unwrap_or_default();
+    assert!(problem("vllm", exact(), Release::new(0, 28, 0)).contains("draws a random seed for sha256_cbor"));
+    let xxhash = || json!({"kvExactMode": 3, "kvHashAlgo": "xxhash_cbor"});
+    assert!(problem("vllm", xxhash(), Release::new(0, 33, 0)).contains("PYTHONHASHSEED=0"));
+    assert!(problem("vllm", xxhash(), Release::new(0, 12, 0)).contains("has no xxhash_cbor"));
+    assert!(problem("sglang", exact(), Release::new(0, 5, 5)).contains("upgrade"));
+    assert_eq!(problem("trtllm", exact(), Release::new(1, 2, 0)), "");
+    assert!(matches!(of("sglang", exact(), None).0, Contract::Sglang(_)));
+    assert_eq!(of("trtllm", exact(), None).0, Contract::TrtllmTokens);
 }

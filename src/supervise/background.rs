@@ -11,10 +11,11 @@ use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
 
-use crate::health::{self, Monitor, Seen, Verdict};
-use crate::rules::Host;
+use crate::discovery::Access;
+use crate::health::{self, Answer, Monitor, Seen, Verdict};
+use crate::rules::{EngineToken, Host};
 
-use super::{Control, resolve};
+use super::{Control, engines, resolve};
 
 /// Probes under way at once. Beyond it the others of that second wait for these.
 const PROBES_MAX: usize = 256;
@@ -24,6 +25,7 @@ pub(super) fn start(control: &Control) -> JoinSet<()> {
     let mut tasks = JoinSet::new();
     tasks.spawn(probe_all(control.clone()));
     tasks.spawn(resolve_all(control.clone()));
+    tasks.spawn(engines::discover_all(control.clone()));
     tasks
 }
 
@@ -31,6 +33,7 @@ struct Target {
     key: (ServiceId, EndpointIndex),
     address: SocketAddr,
     shared: Arc<EndpointShared>,
+    token: Option<Arc<EngineToken>>,
 }
 
 async fn probe_all(control: Control) {
@@ -51,8 +54,9 @@ async fn probe_all(control: Control) {
             if let Some(target) = waiting.next() {
                 probes.spawn(ask(target));
             }
-            let Ok((target, alive)) = done else { continue };
-            judge(monitors.entry(target.key).or_default(), &target, alive);
+            let Ok((target, answer)) = done else { continue };
+            note_access(&control, &target, &answer);
+            judge(monitors.entry(target.key).or_default(), &target, answer.is_alive());
         }
     }
 }
@@ -63,16 +67,33 @@ fn targets(control: &Control) -> Vec<Target> {
         let id = entry.id;
         let target = |place: &crate::rules::compile::Place| {
             let shared = Arc::clone(&place.shared);
-            place.address.map(|address| Target { key: (id, shared.index), address, shared })
+            let token = entry.rule.engine_token.clone();
+            place.address.map(|address| Target { key: (id, shared.index), address, shared, token })
         };
         entry.in_rule().filter_map(target).collect::<Vec<_>>()
     };
     view.entries.iter().flat_map(of_entry).collect()
 }
 
-async fn ask(target: Target) -> (Target, bool) {
-    let alive = health::probe(target.address, health::TIMEOUT).await.is_alive();
-    (target, alive)
+async fn ask(target: Target) -> (Target, Answer) {
+    let authorization = target.token.as_ref().map(|token| token.authorization());
+    let answer = health::probe(target.address, authorization.as_deref(), health::TIMEOUT).await;
+    (target, answer)
+}
+
+/// Keeps whether the probe was let in: an engine that wants another token is alive, and says nothing of its health.
+fn note_access(control: &Control, target: &Target, answer: &Answer) {
+    let access = match answer {
+        Answer::Status(status @ (401 | 403)) => Access::Denied(*status),
+        Answer::Status(status) if *status < 500 => Access::Open,
+        Answer::Status(status) => Access::Failed(format!("GET /health: status {status}")),
+        Answer::None => Access::Failed("GET /health: no answer".to_owned()),
+    };
+    let denied = matches!(access, Access::Denied(_));
+    if control.discovery.put_health(target.key, access) && denied {
+        let (service_id, ep_idx) = (target.key.0.0, target.key.1.0);
+        warn!(service_id, ep_idx, endpoint = %target.address, ?answer, "GET /health is refused: see engineTokenFile");
+    }
 }
 
 fn judge(monitor: &mut Monitor, target: &Target, alive: bool) {

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod background;
+mod engines;
 mod parts;
 mod registry;
 mod resolve;
@@ -25,6 +26,7 @@ use tracing::{error, info, warn};
 
 use crate::config::Config;
 use crate::cores::Plan;
+use crate::discovery::{Discovery, ServiceFacts};
 use crate::rules::{Rule, RuleKey};
 
 pub use parts::{IngestPart, ModelsPart, PartError, ShardView};
@@ -111,6 +113,8 @@ enum Request {
     Remove(Selector, oneshot::Sender<Result<usize, ApplyError>>),
     /// The names of this entry's endpoints lead elsewhere now.
     Moved(Arc<Entry>, Vec<Option<SocketAddr>>),
+    /// The engines of this rule say something new of themselves.
+    Learned(ServiceId, ServiceFacts),
 }
 
 /// The way to the supervisor, for everyone else.
@@ -124,6 +128,8 @@ pub struct Control {
     pub ingest: IngestPart,
     /// Tokenizers.
     pub models: ModelsPart,
+    /// What engines say of themselves.
+    pub discovery: Discovery,
 }
 
 impl Control {
@@ -190,6 +196,7 @@ impl Supervisor {
             loads: Arc::clone(&loads),
             ingest: parts.ingest.clone(),
             models: parts.models.clone(),
+            discovery: Discovery::default(),
         };
         Ok(Supervisor {
             registry: Registry::new(loads, plan.shards.len(), config.kv_defaults.max_blocks as usize),
@@ -246,6 +253,7 @@ impl Supervisor {
                 let _ = answer.send(result);
             }
             Request::Moved(entry, addresses) => self.move_endpoints(&entry, &addresses).await,
+            Request::Learned(id, facts) => self.learn(id, facts).await,
         }
     }
 
@@ -360,6 +368,24 @@ impl Supervisor {
         }
         self.publish();
         info!(rule = %entry.rule.key, ?addresses, "endpoints resolve to new addresses");
+    }
+
+    async fn learn(&mut self, id: ServiceId, facts: ServiceFacts) {
+        // The rule may be gone by now.
+        let Some(seen) = self.registry.entries().iter().find(|entry| entry.id == id).cloned() else { return };
+        if facts.mixed && !seen.facts.mixed {
+            warn!(rule = %seen.rule.key, "engines of different releases: salts and adapters are keyed as by the newest");
+        }
+        let entry = Arc::new(seen.learned(facts));
+        if let Err(error) = self.hand_out(self.registry.with(&entry)).await {
+            warn!(rule = %seen.rule.key, %error, "what engines say of themselves could not be handed out");
+            return;
+        }
+        self.registry.commit(&entry);
+        self.publish();
+        let (models, adapters) = (entry.facts.models.len(), entry.facts.adapters.len());
+        let release = entry.facts.release.map(|release| release.to_string());
+        info!(rule = %entry.rule.key, release, models, adapters, "engines describe themselves");
     }
 
     async fn models_changed(&mut self) {

@@ -13,6 +13,7 @@ use shards::inventory::{self, ReaderFactory, Writer};
 use shards::load::LoadTable;
 use shards::service::{EndpointShared, Service, ServiceShared};
 
+use crate::discovery::ServiceFacts;
 use crate::rules::compile::{Place, compile};
 use crate::rules::{Host, Rule, RuleKey};
 
@@ -40,6 +41,8 @@ pub struct Entry {
     pub service: Arc<Service>,
     /// State carried over updates.
     pub shared: Arc<ServiceShared>,
+    /// What its engines say of themselves.
+    pub facts: Arc<ServiceFacts>,
 }
 
 impl Entry {
@@ -67,6 +70,14 @@ impl Entry {
         self.with(self.rule.clone(), places, self.identities.clone(), self.inventory.clone())
     }
 
+    /// The same rule whose engines say something else of themselves.
+    #[must_use]
+    pub(super) fn learned(&self, facts: ServiceFacts) -> Entry {
+        let (rule, places, identities) = (self.rule.clone(), self.places.clone(), self.identities.clone());
+        let (inventory, shared) = (self.inventory.clone(), Arc::clone(&self.shared));
+        Entry::new(self.id, rule, places, identities, inventory, shared, Arc::new(facts))
+    }
+
     fn with(
         &self,
         rule: Rule,
@@ -74,7 +85,7 @@ impl Entry {
         identities: Vec<(Host, u16)>,
         inventory: Option<ReaderFactory>,
     ) -> Entry {
-        Entry::new(self.id, rule, places, identities, inventory, Arc::clone(&self.shared))
+        Entry::new(self.id, rule, places, identities, inventory, Arc::clone(&self.shared), Arc::clone(&self.facts))
     }
 
     fn new(
@@ -84,9 +95,10 @@ impl Entry {
         identities: Vec<(Host, u16)>,
         inventory: Option<ReaderFactory>,
         shared: Arc<ServiceShared>,
+        facts: Arc<ServiceFacts>,
     ) -> Entry {
-        let service = Arc::new(compile(&rule, id, &places, Arc::clone(&shared), inventory.clone()));
-        Entry { id, rule, places, identities, inventory, service, shared }
+        let service = Arc::new(compile(&rule, id, &places, Arc::clone(&shared), inventory.clone(), &facts));
+        Entry { id, rule, places, identities, inventory, service, shared, facts }
     }
 }
 
@@ -118,6 +130,9 @@ pub enum RegistryError {
     /// The very same rule is in force.
     #[error("lbrule-exists error: the rule is there already, without any difference")]
     Exists,
+    /// The rule's engines would be of another kind, whose keys are others.
+    #[error("lbrule-exist error: cant modify rule kv engine type (delete and recreate)")]
+    EngineChanged,
     /// No place left in the load table.
     #[error("no room for more endpoints: delete rules, or wait for their requests to end")]
     Full,
@@ -157,6 +172,9 @@ impl Registry {
         if old.as_ref().is_some_and(|old| old.rule == rule) {
             return Err(RegistryError::Exists);
         }
+        if old.as_ref().is_some_and(|old| old.rule.engine != rule.engine) {
+            return Err(RegistryError::EngineChanged);
+        }
         let (mut places, mut identities) =
             old.as_ref().map(|old| (old.places.clone(), old.identities.clone())).unwrap_or_default();
         for place in &mut places {
@@ -186,7 +204,8 @@ impl Registry {
             Some(old) => old.with(rule, places, identities, inventory),
             None => {
                 let shared = Arc::new(ServiceShared::new(self.shards));
-                Entry::new(ServiceId(self.next), rule, places, identities, inventory, shared)
+                let facts = Arc::default();
+                Entry::new(ServiceId(self.next), rule, places, identities, inventory, shared, facts)
             }
         };
         Ok(Prepared { entry: Arc::new(entry), events, added })
@@ -326,6 +345,29 @@ mod tests {
         assert!(matches!(events, Events::Start(_)) && entry.service.kv.is_some());
         let (entry, events) = apply(&mut registry, rule(1, 0, &[11])).expect("a change");
         assert!(matches!(events, Events::Stop) && entry.service.kv.is_none());
+    }
+
+    #[test]
+    fn an_engine_of_another_kind_needs_another_rule() {
+        let mut registry = registry(16);
+        apply(&mut registry, rule(1, 3, &[11])).expect("new");
+        let changed = Rule { engine: shards::service::Engine::Sglang, ..rule(1, 3, &[11]) };
+        let error = apply(&mut registry, changed).expect_err("the keys would be others");
+        assert_eq!(error, RegistryError::EngineChanged);
+        assert!(error.to_string().contains("cant modify rule kv engine type (delete and recreate)"));
+        assert_eq!(registry.entries()[0].rule.engine, shards::service::Engine::Vllm);
+    }
+
+    #[test]
+    fn what_engines_say_reaches_the_service_and_stays_over_changes() {
+        let mut registry = registry(16);
+        let (entry, _) = apply(&mut registry, rule(1, 3, &[11])).expect("new");
+        let lora = shards::block::Lora { name: "a".into(), path: None, id: None };
+        let adapter = shards::service::Adapter { base: "m".into(), lora };
+        let facts = ServiceFacts { adapters: [("a".to_owned(), adapter.clone())].into(), ..ServiceFacts::default() };
+        registry.commit(&Arc::new(entry.learned(facts)));
+        let (entry, _) = apply(&mut registry, rule(1, 3, &[11, 12])).expect("a change");
+        assert_eq!(entry.service.kv.as_ref().expect("a KV rule").adapters["a"], adapter);
     }
 
     #[test]

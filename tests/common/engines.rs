@@ -15,7 +15,7 @@ pub struct Seen {
     pub body: Vec<u8>,
 }
 
-/// An HTTP server that answers every request with 200 and a small JSON object, and notes all but health probes.
+/// An HTTP server that answers every request with 200 and a small JSON object, and notes all but the gateway's own.
 pub struct StubEngine {
     /// Where it listens.
     pub address: SocketAddr,
@@ -56,7 +56,7 @@ fn serve(stream: TcpStream, notes: &Mutex<Vec<Seen>>) -> Option<()> {
         } else {
             r#"{"object":"text_completion","choices":[]}"#
         };
-        if !seen.line.starts_with("GET /health") {
+        if !seen.headers.iter().any(|header| header == "User-Agent: kvlane") {
             notes.lock().ok()?.push(seen);
         }
         let head =

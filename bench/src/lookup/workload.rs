@@ -1,9 +1,10 @@
 //! What is stored and what decides, all drawn from one seed.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use shards::block::{FIXED_SEED, HashAlgo, NoneHash};
+use shards::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, ServiceId, ShardId};
 use shards::inventory::{self, Run};
 use shards::load::{LoadSlot, LoadTable, Reservation};
@@ -95,11 +96,11 @@ pub struct Decider {
 impl Decider {
     pub fn new(endpoints: u16, seed: u64) -> Self {
         let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
-        let algo = HashAlgo::Sha256Cbor;
         let kv = KvExact {
             block_tokens: BLOCK_TOKENS,
-            algo,
-            none_hash: NoneHash::from_seed(algo, FIXED_SEED),
+            contract: Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED)),
+            algo_given: true,
+            adapters: HashMap::new(),
             chat_template: None,
             chat_template_kwargs: None,
             add_bos: None,

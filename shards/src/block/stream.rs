@@ -28,6 +28,14 @@ pub enum Contract {
     TrtllmV1,
 }
 
+impl Contract {
+    /// The contract of vLLM's newest release without speculation, under this anchor.
+    #[must_use]
+    pub const fn vllm(none_hash: NoneHash) -> Self {
+        Contract::Vllm { none_hash, tagging: Tagging::Tagged, lookahead: 0 }
+    }
+}
+
 /// The keys of one prompt, made block by block as its tokens come in, in pieces of whatever length.
 ///
 /// A key comes as soon as its block is full and the tokens that its hash looks ahead to are there. A block that never

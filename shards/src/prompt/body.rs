@@ -49,6 +49,9 @@ pub struct BodyView<'a> {
     pub(super) audio_data: Option<&'a str>,
     /// Of TensorRT-LLM's chats.
     pub(super) prompt_token_ids: Option<&'a str>,
+    pub(super) cache_salt: Option<&'a str>,
+    /// SGLang's; other engines do not know it.
+    pub(super) extra_key: Option<&'a str>,
     /// The first member found that makes the engine's tokens or keys other than the ones we would make.
     pub(super) unkeyable: Option<&'static str>,
 }
@@ -94,6 +97,8 @@ impl<'a> BodyView<'a> {
             "video_data" => self.video_data = present,
             "audio_data" => self.audio_data = present,
             "prompt_token_ids" => self.prompt_token_ids = present,
+            "cache_salt" => self.cache_salt = present,
+            "extra_key" => self.extra_key = present,
             // These have defaults that null does not stand for: the engine refuses it.
             "add_generation_prompt" => self.add_generation_prompt = Some(raw),
             "continue_final_message" => self.continue_final_message = Some(raw),
@@ -114,7 +119,17 @@ impl<'a> BodyView<'a> {
 /// Members that change the engine's tokens or keys in a way the gateway does not follow: such a request is routed
 /// without keys. Once seen they count, even if the member is repeated with null: Python's null would undo it, at the
 /// cost of one missed hit for a body nobody sends.
-const UNKEYABLE: [&str; 5] = ["prompt_embeds", "chat_template", "cache_salt", "suffix", "kv_transfer_params"];
+const UNKEYABLE: [&str; 7] = [
+    "prompt_embeds",
+    "chat_template",
+    "suffix",
+    "kv_transfer_params",
+    // SGLang: an adapter by path.
+    "lora_path",
+    // TensorRT-LLM: tokens in another spelling, and an adapter by path.
+    "prompt_token_ids_b64",
+    "lora_request",
+];
 
 struct Members;
 
@@ -170,6 +185,8 @@ fn is_read(name: &str) -> bool {
         "video_data",
         "audio_data",
         "prompt_token_ids",
+        "cache_salt",
+        "extra_key",
     ];
     READ.contains(&name) || UNKEYABLE.contains(&name)
 }
@@ -213,7 +230,8 @@ mod tests {
         for (member, expected) in [
             (r#""prompt_embeds": "AAAA""#, Some("prompt_embeds")),
             (r#""prompt_embeds": null"#, None),
-            (r#""cache_salt": "x""#, Some("cache_salt")),
+            (r#""cache_salt": "x", "extra_key": "y""#, None),
+            (r#""lora_request": {}"#, Some("lora_request")),
             (r#""kv_transfer_params": {"do_remote_decode": true}"#, None),
             (r#""kv_transfer_params": {"prompt_token_ids": [1]}"#, Some("kv_transfer_params")),
         ] {

@@ -4,15 +4,16 @@
 //! those of the whole prompt. A job may be dropped between any two slices.
 
 use std::borrow::Cow;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use tokenizers::pipeline::PipelineToken;
 
-use super::Api;
 use super::body::BodyView;
 use super::model::Model;
 use super::request::{Prompt, Rendering, Source as PromptSource, Truncation};
-use crate::block::{Chain, HashAlgo, NoneHash};
+use super::{Api, json};
+use crate::block::{Contract, KeyStream, Lora, PromptExtras};
 use crate::ids::BlockKey;
 use crate::service::MissReason;
 
@@ -29,12 +30,11 @@ const BYTES_PER_TOKEN_ASSUMED: u64 = 4;
 pub struct Job<'a> {
     model: Arc<Model>,
     source: Source<'a>,
-    chain: Chain,
-    block_tokens: usize,
+    stream: KeyStream,
     /// What of the tokens the engine keeps.
     truncation: Option<Truncation>,
-    /// Tokens that do not fill a block yet, or all while it is open which of them are kept.
-    pending: Vec<u32>,
+    /// The tokens of one slice; all of them while it is open which ones are kept.
+    slice: Vec<u32>,
     scratch: Vec<PipelineToken>,
     keys: Vec<BlockKey>,
     taken: usize,
@@ -65,6 +65,17 @@ pub enum Step {
     Done,
 }
 
+/// How the keys of a prompt are made.
+#[derive(Clone, Copy, Debug)]
+pub struct Keying<'a> {
+    /// The engines' contract.
+    pub contract: &'a Contract,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// The adapter that the request is served with.
+    pub lora: Option<&'a Lora>,
+}
+
 impl<'a> Job<'a> {
     /// Begins with a body. A chat is rendered here, in one go.
     ///
@@ -75,12 +86,10 @@ impl<'a> Job<'a> {
         body: &'a [u8],
         model: &Arc<Model>,
         rendering: Rendering<'_>,
-        algo: HashAlgo,
-        none_hash: &NoneHash,
-        block_tokens: u32,
+        keying: Keying<'_>,
     ) -> Result<Self, MissReason> {
         let view = BodyView::parse(body).ok_or(MissReason::Tokenize)?;
-        Job::of_view(api, &view, model, rendering, algo, none_hash, block_tokens)
+        Job::of_view(api, &view, model, rendering, keying)
     }
 
     /// Begins with a body that is viewed already.
@@ -92,42 +101,43 @@ impl<'a> Job<'a> {
         view: &BodyView<'a>,
         model: &Arc<Model>,
         rendering: Rendering<'_>,
-        algo: HashAlgo,
-        none_hash: &NoneHash,
-        block_tokens: u32,
+        keying: Keying<'_>,
     ) -> Result<Self, MissReason> {
         let Prompt { source, truncation } = Prompt::of(api, view, model, rendering)?;
-        let mut pending = Vec::new();
+        let mut slice = Vec::new();
         let source = match source {
             PromptSource::Ids(list) => Source::Ids(list),
             PromptSource::Text { text, special, whole } => {
                 if special {
-                    pending = model.prefix(rendering.add_bos);
+                    slice = model.prefix(rendering.add_bos);
                 }
                 Source::Text { text, at: 0, suffix: special && whole }
             }
         };
         // Which of the special tokens are cut away is the engine's affair.
-        if truncation.is_some() && !pending.is_empty() {
+        if truncation.is_some() && !slice.is_empty() {
             return Err(MissReason::Tokenize);
         }
-        let block_tokens = usize::try_from(block_tokens).ok().filter(|&n| n > 0).ok_or(MissReason::Hashes)?;
         let empty = match &source {
-            Source::Text { text, .. } => text.is_empty() && pending.is_empty(),
+            Source::Text { text, .. } => text.is_empty() && slice.is_empty(),
             Source::Ids(rest) => rest.trim_start().starts_with(']'),
             Source::Done => true,
         };
         if empty {
             return Err(MissReason::TextEmpty);
         }
+        let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
+        let stream = KeyStream::new(keying.contract, &extras(view, keying.lora)?, block_tokens).map_err(|error| {
+            tracing::debug!(%error, "a request is routed without keys");
+            MissReason::Extras
+        })?;
         Ok(Job {
             model: Arc::clone(model),
             source,
-            chain: Chain::new(algo, none_hash),
-            block_tokens,
-            tokens: pending.len() as u64,
+            stream,
             truncation,
-            pending,
+            tokens: slice.len() as u64,
+            slice,
             scratch: Vec::new(),
             keys: Vec::new(),
             taken: 0,
@@ -140,7 +150,7 @@ impl<'a> Job<'a> {
     /// # Errors
     /// The reason why the prompt cannot be keyed after all.
     pub fn step(&mut self) -> Result<Step, MissReason> {
-        let before = self.pending.len();
+        let before = self.slice.len();
         match &mut self.source {
             Source::Done => return Ok(Step::Done),
             Source::Text { text, at, suffix } => {
@@ -148,7 +158,7 @@ impl<'a> Job<'a> {
                 let rest = &text[*at..];
                 let length = tokenizer.piece(rest, SLICE_BYTES);
                 let piece = &rest[..length];
-                tokenizer.encode(piece, &mut self.scratch, &mut self.pending).map_err(|error| {
+                tokenizer.encode(piece, &mut self.scratch, &mut self.slice).map_err(|error| {
                     tracing::debug!(%error, "a prompt is routed without keys");
                     MissReason::Tokenize
                 })?;
@@ -156,20 +166,20 @@ impl<'a> Job<'a> {
                 self.bytes_done += length as u64;
                 if *at == text.len() {
                     if *suffix {
-                        self.pending.extend(tokenizer.suffix());
+                        self.slice.extend(tokenizer.suffix());
                     }
                     self.source = Source::Done;
                 }
             }
             Source::Ids(rest) => {
-                let left = read_ids(rest, &mut self.pending)?;
+                let left = read_ids(rest, &mut self.slice)?;
                 self.bytes_done += (rest.len() - left.unwrap_or_default().len()) as u64;
                 self.source = left.map_or(Source::Done, Source::Ids);
             }
         }
-        self.tokens += (self.pending.len() - before) as u64;
+        self.tokens += (self.slice.len() - before) as u64;
         self.truncate();
-        self.hash_full_blocks();
+        self.hash_slice();
         Ok(if matches!(self.source, Source::Done) { Step::Done } else { Step::More })
     }
 
@@ -201,33 +211,49 @@ impl<'a> Job<'a> {
 
     /// Takes away what the engine cuts off, as soon as that is known.
     fn truncate(&mut self) {
-        let pending = self.pending.len();
+        let here = self.slice.len();
         match self.truncation {
             Some(Truncation::First(kept)) if self.tokens > kept as u64 => {
-                let over = usize::try_from(self.tokens - kept as u64).unwrap_or(pending);
-                self.pending.truncate(pending.saturating_sub(over));
+                let over = usize::try_from(self.tokens - kept as u64).unwrap_or(here);
+                self.slice.truncate(here.saturating_sub(over));
                 self.tokens = kept as u64;
                 self.source = Source::Done;
             }
             Some(Truncation::Last(kept)) if matches!(self.source, Source::Done) => {
-                self.pending.drain(..pending.saturating_sub(kept));
-                self.tokens = self.pending.len() as u64;
+                self.slice.drain(..here.saturating_sub(kept));
+                self.tokens = self.slice.len() as u64;
                 self.truncation = None;
             }
             _ => {}
         }
     }
 
-    fn hash_full_blocks(&mut self) {
+    fn hash_slice(&mut self) {
         if matches!(self.truncation, Some(Truncation::Last(_))) {
             return;
         }
-        let full = self.pending.len() / self.block_tokens * self.block_tokens;
-        for block in self.pending[..full].chunks_exact(self.block_tokens) {
-            self.keys.push(self.chain.push(block));
+        let mut tokens = &self.slice[..];
+        while let Some(key) = self.stream.next_key(&mut tokens) {
+            self.keys.push(key);
         }
-        self.pending.drain(..full);
+        self.slice.clear();
     }
+}
+
+/// What the request says beyond its tokens, the adapter included. A text that is empty says nothing.
+fn extras(view: &BodyView<'_>, lora: Option<&Lora>) -> Result<PromptExtras, MissReason> {
+    let text = |raw: Option<&str>| match raw.map(json::string) {
+        None => Ok(None),
+        Some(Ok(text)) => Ok(Some(text.into_owned()).filter(|text| !text.is_empty())),
+        // A list, one for each of several prompts.
+        Some(Err(_)) => Err(MissReason::Extras),
+    };
+    Ok(PromptExtras {
+        lora: lora.cloned(),
+        cache_salt: text(view.cache_salt)?,
+        extra_key: text(view.extra_key)?,
+        ..PromptExtras::default()
+    })
 }
 
 /// Reads ids of a JSON list up to the slice's limit; the rest, or none when the list is over.

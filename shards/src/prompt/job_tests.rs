@@ -3,6 +3,7 @@ use std::sync::OnceLock;
 use proptest::prelude::*;
 
 use super::*;
+use crate::block::{Chain, HashAlgo, NoneHash, Release, sglang, vllm};
 use crate::prompt::model::tests::small_model;
 use crate::service::Engine;
 
@@ -16,8 +17,21 @@ fn model(test: &str) -> Option<Arc<Model>> {
 }
 
 fn job<'a>(model: &Arc<Model>, api: Api, body: &'a str) -> Result<Job<'a>, MissReason> {
-    let none_hash = NoneHash::from_seed(HashAlgo::Sha256Cbor, "0");
-    Job::new(api, body.as_bytes(), model, Rendering::of(Engine::Vllm), HashAlgo::Sha256Cbor, &none_hash, 16)
+    job_under(model, api, body, &contract(), None)
+}
+
+fn contract() -> Contract {
+    Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, "0"))
+}
+
+fn job_under<'a>(
+    model: &Arc<Model>,
+    api: Api,
+    body: &'a str,
+    contract: &Contract,
+    lora: Option<&Lora>,
+) -> Result<Job<'a>, MissReason> {
+    Job::new(api, body.as_bytes(), model, Rendering::of(Engine::Vllm), Keying { contract, block_tokens: 16, lora })
 }
 
 /// Runs a job to its end: keys, tokens, slices.
@@ -125,10 +139,88 @@ fn what_cannot_be_keyed_says_why() {
         (r#"{"prompt": [4294967296]}"#, MissReason::Tokenize),
         (r#"{"prompt": "\ud800"}"#, MissReason::Tokenize),
         (r#"{"prompt": "x", "truncate_prompt_tokens": 3}"#, MissReason::Tokenize),
-        (r#"{"prompt": "x", "cache_salt": "s"}"#, MissReason::Tokenize),
+        (r#"{"prompt": "x", "input_ids": [1]}"#, MissReason::Tokenize),
+        (r#"{"prompt": ["x", "y"], "cache_salt": ["s", "t"]}"#, MissReason::Extras),
+        (r#"{"prompt": "x", "cache_salt": 5}"#, MissReason::Extras),
         (r#"{"prompt": "x", "add_special_tokens": "yes"}"#, MissReason::Tokenize),
     ] {
         assert_eq!(completion(&model, body).unwrap_err(), reason, "{body}");
+    }
+}
+
+/// A request's extras as members of its body and as its adapter.
+struct Extra<'a> {
+    members: &'a str,
+    lora: Option<Lora>,
+}
+
+/// The keys of 40 plain ids with extras, or why there are none.
+fn keys_with(model: &Arc<Model>, contract: &Contract, extra: &Extra<'_>) -> Result<Vec<BlockKey>, MissReason> {
+    let ids: Vec<u32> = (1..=40).collect();
+    let body = format!(r#"{{"prompt": {ids:?}{}}}"#, extra.members);
+    let job = job_under(model, Api::Completions, &body, contract, extra.lora.as_ref());
+    Ok(run(job?)?.0)
+}
+
+/// The same, straight from the contract.
+fn contract_keys(contract: &Contract, extras: &PromptExtras) -> Vec<BlockKey> {
+    let ids: Vec<u32> = (1..=40).collect();
+    let mut stream = KeyStream::new(contract, extras, NonZeroU32::new(16).unwrap()).unwrap();
+    let mut rest = &ids[..];
+    std::iter::from_fn(|| stream.next_key(&mut rest)).collect()
+}
+
+#[test]
+fn extras_of_a_request_are_keyed_as_its_engine_does_or_not_at_all() {
+    let Some(model) = model("extras_of_a_request_are_keyed_as_its_engine_does_or_not_at_all") else { return };
+    let anchor = |tagging| Contract::Vllm {
+        none_hash: NoneHash::from_seed(vllm::Algorithm::Sha256, "0"),
+        tagging,
+        lookahead: 1,
+    };
+    let sglang = |format| Contract::Sglang(sglang::Contract::new(Release::new(0, 5, 23), false, format).unwrap());
+    let (tagged, bare) = (anchor(vllm::Tagging::Tagged), anchor(vllm::Tagging::MmOffset));
+    let (default, dynamo) = (sglang(sglang::EventFormat::Default), sglang(sglang::EventFormat::Dynamo));
+    let salted = r#", "cache_salt": "s3\u0063r3t""#;
+    let both = r#", "cache_salt": "s3cr3t", "extra_key": "tenant""#;
+    let (nothing, empty) = ("", r#", "cache_salt": "", "extra_key": null"#);
+    let lora = |path: Option<&str>| Lora { name: "sql".into(), path: path.map(str::to_owned), id: None };
+    let adapted = || Some(lora(Some("/models/sql")));
+    let pathless = || Some(lora(None));
+    let all = [&tagged, &bare, &default, &dynamo, &Contract::TrtllmTokens];
+    for contract in all {
+        let plain = contract_keys(contract, &PromptExtras::default());
+        for members in [nothing, empty] {
+            let keys = keys_with(&model, contract, &Extra { members, lora: None });
+            assert_eq!(keys.as_ref(), Ok(&plain), "{contract:?} {members}");
+        }
+    }
+    let cases = [
+        (&tagged, salted, None, true),
+        (&tagged, both, adapted(), true),
+        (&tagged, nothing, pathless(), false),
+        (&bare, salted, pathless(), true),
+        (&default, salted, None, true),
+        (&default, nothing, adapted(), false),
+        (&dynamo, both, None, true),
+        (&Contract::TrtllmTokens, salted, None, false),
+        (&Contract::TrtllmTokens, nothing, adapted(), false),
+    ];
+    for (contract, members, lora, keyed) in cases {
+        let extras = PromptExtras {
+            lora: lora.clone(),
+            cache_salt: members.contains("salt").then(|| "s3cr3t".to_owned()),
+            extra_key: members.contains("tenant").then(|| "tenant".to_owned()),
+            ..PromptExtras::default()
+        };
+        let keys = keys_with(&model, contract, &Extra { members, lora });
+        if keyed {
+            let expected = contract_keys(contract, &extras);
+            assert_ne!(expected, contract_keys(contract, &PromptExtras::default()));
+            assert_eq!(keys, Ok(expected), "{contract:?} {members}");
+        } else {
+            assert_eq!(keys, Err(MissReason::Extras), "{contract:?} {members}");
+        }
     }
 }
 
@@ -212,8 +304,8 @@ proptest! {
     #[test]
     fn any_bytes_end_in_keys_or_a_reason(body in proptest::collection::vec(any::<u8>(), 0..200)) {
         if let Some(model) = model("any_bytes_end_in_keys_or_a_reason") {
-            let none_hash = NoneHash::from_seed(HashAlgo::Sha256Cbor, "0");
-            let _ = Job::new(Api::Completions, &body, &model, Rendering::of(Engine::Vllm), HashAlgo::Sha256Cbor, &none_hash, 16).and_then(run);
+            let keying = Keying { contract: &contract(), block_tokens: 16, lora: None };
+            let _ = Job::new(Api::Completions, &body, &model, Rendering::of(Engine::Vllm), keying).and_then(run);
         }
     }
 }

@@ -31,7 +31,7 @@ mod vectors;
 
 pub use body::BodyView;
 pub use content_format::ContentFormat;
-pub use job::{Job, SLICE_BYTES, Step};
+pub use job::{Job, Keying, SLICE_BYTES, Step};
 pub use model::{Model, ModelError, ModelFiles, TemplateOrigin};
 pub use preview::{Preview, preview};
 pub use request::Rendering;

@@ -8,8 +8,8 @@ use minijinja::Value;
 use serde_json::value::RawValue;
 
 use super::template::{Template, TemplateError};
-use super::{Api, Job, Model, ModelFiles, Rendering, Step, json, outside_data};
-use crate::block::{Chain, HashAlgo, NoneHash};
+use super::{Api, Job, Keying, Model, ModelFiles, Rendering, Step, json, outside_data};
+use crate::block::{Contract, HashAlgo, KeyStream, NoneHash, PromptExtras};
 use crate::prompt::pyvalue::PyDict;
 use crate::service::{Engine, MissReason};
 
@@ -151,7 +151,7 @@ fn recorded_requests_have_the_ids_of_the_engine() {
     };
     let model = Arc::new(Model::load(&files, now).unwrap());
     let recording: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
-    let none_hash = NoneHash::from_seed(HashAlgo::Sha256Cbor, "0");
+    let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, "0"));
     let (mut texts, mut chats, mut lists) = (0, 0, 0);
     for step in recording["steps"].as_array().unwrap() {
         // Steps of several requests have their ids in lists, and no single body.
@@ -162,17 +162,15 @@ fn recorded_requests_have_the_ids_of_the_engine() {
         let (path, body) = (step["request"]["path"].as_str().unwrap(), &step["request"]["body"]);
         let text = body.to_string();
         let api = Api::of("POST", path).unwrap();
-        let job =
-            Job::new(api, text.as_bytes(), &model, Rendering::of(Engine::Vllm), HashAlgo::Sha256Cbor, &none_hash, 16);
-        if !body["cache_salt"].is_null() {
-            assert_eq!(job.unwrap_err(), MissReason::Tokenize);
-            continue;
-        }
-        let mut job = job.unwrap();
+        let keying = Keying { contract: &contract, block_tokens: 16, lora: None };
+        let mut job = Job::new(api, text.as_bytes(), &model, Rendering::of(Engine::Vllm), keying).unwrap();
         while job.step().unwrap() == Step::More {}
         assert_eq!(job.prompt_tokens(), ids.len() as u64, "{}", step["name"]);
-        let mut chain = Chain::new(HashAlgo::Sha256Cbor, &none_hash);
-        let keys: Vec<_> = ids.chunks_exact(16).map(|block| chain.push(block)).collect();
+        let cache_salt = body["cache_salt"].as_str().map(str::to_owned);
+        let extras = PromptExtras { cache_salt, ..PromptExtras::default() };
+        let mut stream = KeyStream::new(&contract, &extras, std::num::NonZeroU32::new(16).unwrap()).unwrap();
+        let mut rest = &ids[..];
+        let keys: Vec<_> = std::iter::from_fn(|| stream.next_key(&mut rest)).collect();
         assert_eq!(job.keys(), keys, "{}", step["name"]);
         match (api, body["prompt"][0].is_number()) {
             (Api::Completions, true) => lists += 1,

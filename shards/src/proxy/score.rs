@@ -3,7 +3,7 @@
 
 use crate::executor::Ticket;
 use crate::inventory::{Reader, Run, Walk};
-use crate::prompt::{Api, BodyView, Job, Lookup, ModelTable, Rendering, Step};
+use crate::prompt::{Api, BodyView, Job, Keying, Lookup, ModelTable, Rendering, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason, Service};
 
@@ -72,14 +72,18 @@ fn begin<'a>(
     let named = body.model.as_deref().or_else(|| request.model());
     // `/generate` names none: then it is the rule's.
     let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
-    let Lookup::Ready(model) = models.lookup(model) else { return Err(MissReason::Tokenizer) };
+    let adapter = kv.adapters.get(model);
+    let base = adapter.map_or(model, |adapter| &adapter.base);
+    let Lookup::Ready(model) = models.lookup(base) else { return Err(MissReason::Tokenizer) };
+    let lora = adapter.map(|adapter| &adapter.lora);
     let rendering = Rendering {
         engine: service.engine,
         template: kv.chat_template.as_ref(),
         kwargs: kv.chat_template_kwargs.as_deref(),
         add_bos: kv.add_bos,
     };
-    Job::of_view(api, body, model, rendering, kv.algo, &kv.none_hash, kv.block_tokens)
+    let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
+    Job::of_view(api, body, model, rendering, keying)
 }
 
 struct Work<'a> {

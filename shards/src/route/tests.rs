@@ -1,9 +1,10 @@
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use proptest::prelude::*;
 
 use super::*;
-use crate::block::{FIXED_SEED, HashAlgo, NoneHash};
+use crate::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
 use crate::ids::ServiceId;
 use crate::inventory;
 use crate::load::{LoadSlot, Reservation};
@@ -26,8 +27,9 @@ impl Fleet {
         let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
         let kv = KvExact {
             block_tokens: 16,
-            algo: HashAlgo::Sha256Cbor,
-            none_hash: NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED),
+            contract: Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED)),
+            algo_given: true,
+            adapters: HashMap::new(),
             chat_template: None,
             chat_template_kwargs: None,
             add_bos: None,

@@ -105,16 +105,20 @@ fn sources(entry: &Entry) -> ServiceSources {
     let ranks = entry.rule.kv.as_ref().map_or(0, |kv| kv.ranks);
     let endpoints = entry.places.iter().filter_map(|place| {
         let endpoint = &entry.rule.endpoints[place.in_rule?];
-        let (address, events) = (place.address?, endpoint.events.as_ref()?);
+        let address = place.address?;
+        let ranks = endpoint.events.iter().flat_map(|events| (0..ranks).map(|rank| rank_source(events, address, rank)));
         Some(EndpointSources {
             index: place.shared.index,
             shared: Arc::clone(&place.shared),
             label: endpoint.to_string(),
-            ranks: (0..ranks).map(|rank| rank_source(events, address, rank)).collect(),
+            serving: address,
+            token: entry.rule.engine_token.clone(),
+            ranks: ranks.collect(),
         })
     });
     ServiceSources {
         id: entry.id,
+        engine: entry.rule.engine,
         block_tokens: entry.rule.kv.as_ref().map_or(0, |kv| kv.block_tokens),
         endpoints: endpoints.collect(),
     }

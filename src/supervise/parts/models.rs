@@ -37,10 +37,12 @@ impl ModelsPart {
         self.0.table()
     }
 
-    /// Names the models that rules are for.
+    /// Names the models that rules are for, and those that their engines say they serve.
     pub(crate) fn set_wanted(&self, entries: &[Arc<Entry>]) {
-        let named = entries.iter().filter(|entry| entry.rule.kv.is_some()).map(|entry| entry.rule.key.model.clone());
-        self.0.set_wanted(named.filter(|model| !model.is_empty()));
+        let routed = entries.iter().filter(|entry| entry.rule.kv.is_some());
+        let named = routed.clone().map(|entry| entry.rule.key.model.clone()).filter(|model| !model.is_empty());
+        let served = routed.flat_map(|entry| entry.facts.models.iter().cloned());
+        self.0.set_wanted(named.chain(served));
     }
 
     /// State of every model, for the API.
