@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use serde_json::Value;
 
 use super::template::Template;
-use super::tokenizer::Tokenizer;
+use super::tokenizer::{Tokenizer, TokenizerError};
 use crate::service::{Engine, MissReason};
 
 /// The texts of a model's files.
@@ -233,6 +233,28 @@ impl Model {
         let tools = tools && engine != Engine::Sglang;
         let own = self.tool_use.as_ref().filter(|_| tools).or(self.default.as_ref());
         own.ok_or(MissReason::TemplateMissing)?.as_ref().map_err(|_| MissReason::Template)
+    }
+
+    /// Renders the model's template (or the one given) for variables in JSON: see [`Template::render_json`].
+    ///
+    /// # Errors
+    /// A text: there is no template, it cannot be used, or it refused.
+    pub fn render_json(&self, template: Option<&Arc<str>>, variables: &str, kwargs: &str) -> Result<String, String> {
+        let template = match template {
+            Some(text) => self.rule_template(text).map_err(|reason| reason.name().to_owned())?,
+            None => self.default.as_ref().ok_or("the model has no chat template")?.as_ref().map_err(Clone::clone)?,
+        };
+        template.render_json(variables, kwargs).map_err(|error| error.to_string())
+    }
+
+    /// The ids of a text, without special tokens around it.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub fn ids(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        let mut ids = Vec::new();
+        self.tokenizer.encode(text, &mut Vec::new(), &mut ids)?;
+        Ok(ids)
     }
 
     /// Finds or compiles a rule's template. Two shards may compile the same text at once; one result stays.

@@ -13,8 +13,10 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehav
 
 use super::clock;
 use super::content_format::{self, ContentFormat};
+use super::json;
 use super::methods;
-use super::pyvalue::{self, JsonStyle, PyGenerator};
+use super::pyvalue::{self, JsonStyle, PyDict, PyGenerator};
+use super::request::dict_of;
 use super::source::{self, LOOP_FILTER};
 
 /// Instructions and 64-byte pieces of data one render may cost. Beyond it the request is routed without keys.
@@ -43,6 +45,9 @@ pub enum TemplateError {
     /// The text is no valid template.
     #[error("the chat template does not compile: {0}")]
     Compile(String),
+    /// The variables cannot be used.
+    #[error("the template's variables: {0}")]
+    Variables(String),
     /// The template refused the conversation by `raise_exception`.
     #[error("the chat template refused the conversation: {0}")]
     Raised(String),
@@ -107,12 +112,31 @@ impl Template {
     #[must_use]
     pub fn takes_later_system(&self) -> bool {
         *self.takes_later_system.get_or_init(|| {
-            let turn = |role: &str| Value::from_iter([("role", role), ("content", "t")]);
+            let turn = |role: &str| Value::from_object(dict_of([("role", role.into()), ("content", "t".into())]));
             let messages: Vec<Value> = ["system", "user", "system", "user"].map(turn).into();
-            let variables =
-                [("messages", Value::from(messages)), ("add_generation_prompt", false.into())].into_iter().collect();
+            let variables = dict_of([("messages", messages.into()), ("add_generation_prompt", false.into())]);
+            let variables = Value::from_object(variables);
             !self.has_generation_tag && self.render(variables).is_ok()
         })
+    }
+
+    /// Renders for the variables of a JSON object, as Hugging Face's `apply_chat_template` would for them: what
+    /// `kvlane render --api template` prints. `kwargs` is a second object, whose members win.
+    ///
+    /// # Errors
+    /// As [`Template::render`]; or one of the texts is no JSON object that can be kept exactly.
+    pub fn render_json(&self, variables: &str, kwargs: &str) -> Result<String, TemplateError> {
+        let mut scope = dict_of([("documents", ().into()), ("add_generation_prompt", true.into())]);
+        for text in [variables, kwargs] {
+            let value = json::value(text).map_err(|error| TemplateError::Variables(error.to_string()))?;
+            let Some(dict) = value.downcast_object_ref::<PyDict>() else {
+                return Err(TemplateError::Variables("not an object".into()));
+            };
+            for (name, value) in dict.entries() {
+                scope.set(name.as_str().unwrap_or_default(), value.clone());
+            }
+        }
+        self.render(Value::from_object(scope))
     }
 
     /// Renders the text for the variables given.
@@ -309,7 +333,6 @@ fn to_json(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<Str
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::prompt::json;
 
     fn noon() -> SystemTime {
         SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_748_768_703)

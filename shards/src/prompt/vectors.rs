@@ -4,13 +4,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use minijinja::Value;
 use serde_json::value::RawValue;
 
 use super::template::{Template, TemplateError};
-use super::{Api, Job, Keying, Model, ModelFiles, Rendering, Step, json, outside_data};
+use super::{Api, Job, Keying, Model, ModelFiles, Rendering, Step, outside_data};
 use crate::block::{Contract, HashAlgo, KeyStream, NoneHash, PromptExtras};
-use crate::prompt::pyvalue::PyDict;
 use crate::service::{Engine, MissReason};
 
 #[derive(serde::Deserialize)]
@@ -54,14 +52,9 @@ enum Outcome {
     Wrong(String),
 }
 
-fn variables(case: &Case, conversation: &HashMap<String, Box<RawValue>>) -> Value {
-    let mut dict = PyDict::default();
-    dict.set("documents", Value::from(()));
-    dict.set("add_generation_prompt", Value::from(true));
-    for (name, raw) in conversation.iter().chain(&case.kwargs) {
-        dict.set(name, json::value(raw.get()).unwrap());
-    }
-    Value::from_object(dict)
+/// Members as the text of a JSON object.
+fn object(members: &HashMap<String, Box<RawValue>>) -> String {
+    serde_json::to_string(members).unwrap()
 }
 
 fn outcome(case: &Case, rendered: Result<String, TemplateError>) -> Outcome {
@@ -107,7 +100,10 @@ fn templates_render_as_python_renders_them() {
     let mut by_template: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for case in &vectors.cases {
         let verdict = match &compiled[case.template_name.as_str()] {
-            Ok(template) => outcome(case, template.render(variables(case, &vectors.conversations[&case.conversation]))),
+            Ok(template) => {
+                let conversation = object(&vectors.conversations[&case.conversation]);
+                outcome(case, template.render_json(&conversation, &object(&case.kwargs)))
+            }
             Err(error) => Outcome::Refused(error.to_string()),
         };
         let (counter, kind, detail) = match verdict {
