@@ -4,8 +4,9 @@
 usage: tokenize_parity.py --url URL --model SERVED_NAME --tokenizers DIR [--kvlane target/debug/kvlane]
 
 DIR holds the model's files as the gateway wants them (DIR/Qwen__Qwen3-0.6B/tokenizer.json ...). A case agrees if the
-ids are equal; where the engine refuses a chat, kvlane must have no ids either. kvlane having none where the engine has
-some is counted as "left out": such a request is routed without keys. Exit status 1 if any ids differ.
+ids are equal. kvlane having none where the engine has some is counted as "left out": such a request is routed without
+keys. The engine having none where kvlane has some is counted as "refused by the engine alone": its answer is an error
+wherever the request goes. Exit status 1 if any ids differ, or fewer than 60 are equal.
 """
 import argparse
 import json
@@ -137,7 +138,7 @@ def main():
     parser.add_argument("--tokenizers", required=True)
     parser.add_argument("--kvlane", default="target/debug/kvlane")
     options = parser.parse_args()
-    equal = refused = left_out = differ = 0
+    equal = refused = alone = left_out = differ = 0
     for number, body in enumerate(cases()):
         wanted = engine_ids(options.url, options.model, body)
         told, why = gateway_ids(options, body)
@@ -147,12 +148,15 @@ def main():
         elif told is None:
             left_out += 1
             print(f"left out {number}: {why[-160:]}: {json.dumps(body)[:160]}")
+        elif wanted is None:
+            alone += 1
+            print(f"refused by the engine alone {number}: {json.dumps(body)[:160]}")
         else:
             differ += 1
-            length = len(wanted or [])
-            same = next((n for n, (a, b) in enumerate(zip(told, wanted or [])) if a != b), min(len(told), length))
+            length = len(wanted)
+            same = next((n for n, (a, b) in enumerate(zip(told, wanted)) if a != b), min(len(told), length))
             print(f"DIFFERS {number}: {len(told)} ids, the engine's {length}, equal up to {same}: {json.dumps(body)[:160]}")
-    print(f"{equal} equal, {refused} refused by both, {left_out} left out by kvlane, {differ} different")
+    print(f"{equal} equal, {refused} refused by both, {alone} by the engine alone, {left_out} left out by kvlane, {differ} different")
     return 1 if differ or equal < 60 else 0
 
 
