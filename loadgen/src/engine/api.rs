@@ -1,11 +1,13 @@
 //! Reads OpenAI requests: from a body to token ids and to what the answer has to look like. No I/O.
 
+use std::sync::Arc;
+
 use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
-use super::hash::Salt;
-use super::options::EngineOptions;
+use super::hash::{Lora, Namespace};
+use super::options::{EngineKind, EngineOptions};
 use super::text::ModelText;
 
 /// Prompts in one request at most.
@@ -13,6 +15,9 @@ const PROMPTS_MAX: usize = 2048;
 
 /// Answer tokens of a completion that asks for no number, as the API says.
 const COMPLETION_TOKENS_DEFAULT: usize = 16;
+
+/// Answer tokens of SGLang's `/generate` that asks for no number.
+const GENERATE_TOKENS_DEFAULT: usize = 128;
 
 /// Why a request is refused.
 #[derive(Debug, PartialEq, Eq)]
@@ -29,24 +34,31 @@ impl Refusal {
         Self { status: StatusCode::BAD_REQUEST, message: message.into() }
     }
 
-    /// The body as vLLM spells errors.
-    pub fn body(&self) -> Value {
+    /// The body as the engine kind spells errors.
+    pub fn body(&self, engine: EngineKind) -> Value {
         let kind = match self.status {
             StatusCode::NOT_FOUND => "NotFoundError",
             StatusCode::SERVICE_UNAVAILABLE => "ServiceUnavailableError",
             _ => "BadRequestError",
         };
-        json!({"error": {"message": self.message, "type": kind, "param": null, "code": self.status.as_u16()}})
+        let mut error = json!({"message": self.message, "type": kind, "param": null, "code": self.status.as_u16()});
+        if matches!(engine, EngineKind::Vllm | EngineKind::Llamacpp) {
+            return json!({"error": error});
+        }
+        error["object"] = json!("error");
+        error
     }
 }
 
-/// The two paths that make answers.
+/// The paths that make answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// `/v1/completions`
     Completion,
     /// `/v1/chat/completions`
     Chat,
+    /// SGLang's `/generate`
+    Generate,
 }
 
 /// One prompt with the answer it will get.
@@ -71,8 +83,14 @@ pub struct Call {
     pub stream: bool,
     /// Whether the stream ends with a chunk of usage.
     pub include_usage: bool,
-    /// What else enters the hash of the first block.
-    pub salt: Option<Salt>,
+    /// What else parts its prompts from equal ones.
+    pub namespace: Arc<Namespace>,
+    /// The model as the client named it.
+    pub model: String,
+    /// The rank that the body asks for (SGLang).
+    pub rank: Option<u64>,
+    /// Whether the prompts came as a list.
+    pub is_list: bool,
 }
 
 /// Reads a completion request.
@@ -80,24 +98,81 @@ pub struct Call {
 /// # Errors
 /// The request is malformed, names another model, is too long, or asks for what is not simulated.
 pub fn parse(kind: Kind, body: &[u8], options: &EngineOptions, text: &ModelText) -> Result<Call, Refusal> {
-    let body = object(body)?;
-    check_model(&body, options)?;
+    let mut body = object(body)?;
+    if kind == Kind::Generate {
+        flatten_generate(&mut body);
+    }
+    let lora = adapter(&body, options)?;
     if body.get("n").is_some_and(|n| !n.is_null() && *n != 1) {
         return Err(Refusal::bad_request("`n` other than 1 is not simulated"));
     }
     let ids = match kind {
-        Kind::Completion => completion_prompts(&body, text)?,
-        Kind::Chat => vec![chat_ids(&body, text)?],
+        Kind::Completion | Kind::Generate => completion_prompts(&body, text)?,
+        Kind::Chat => vec![given_ids(&body, options, text)?.map_or_else(|| chat_ids(&body, options, text), Ok)?],
     };
     let lengths = AnswerLengths::read(kind, &body, options)?;
     let prompts = ids.into_iter().map(|tokens| lengths.prompt(tokens, options, text)).collect::<Result<_, _>>()?;
-    let salt = match body.get("cache_salt").unwrap_or(&Value::Null) {
-        Value::Null => None,
-        Value::String(salt) if !salt.is_empty() => Some(Salt::new(salt.clone(), options.wire.tags_extra_keys())),
-        _ => return Err(Refusal::bad_request("`cache_salt` is a non-empty string")),
-    };
+    if options.kind == EngineKind::Trtllm && kind == Kind::Completion && body.contains_key("cache_salt") {
+        return Err(Refusal::bad_request("`cache_salt`: extra inputs are not permitted"));
+    }
+    let salt = optional_text(&body, "cache_salt")?;
+    let extra_key = optional_text(&body, "extra_key")?.filter(|_| options.kind == EngineKind::Sglang);
     let include_usage = body.get("stream_options").is_some_and(|stream| stream["include_usage"] == true);
-    Ok(Call { kind, prompts, stream: flag(&body, "stream", false)?, include_usage, salt })
+    let rank = body.get("routed_dp_rank").or_else(|| body.get("data_parallel_rank")).and_then(Value::as_u64);
+    Ok(Call {
+        kind,
+        prompts,
+        stream: flag(&body, "stream", false)?,
+        include_usage,
+        namespace: Arc::new(Namespace { salt, lora, extra_key }),
+        model: body.get("model").and_then(Value::as_str).unwrap_or(&options.model).to_owned(),
+        rank: rank.filter(|_| options.kind == EngineKind::Sglang),
+        is_list: body.get("prompt").is_some_and(|prompt| prompt[0].is_string() || prompt[0].is_array()),
+    })
+}
+
+/// Gives SGLang's native request the names of a completion's.
+fn flatten_generate(body: &mut Map<String, Value>) {
+    if let Some(prompt) = body.remove("input_ids").or_else(|| body.remove("text")) {
+        body.insert("prompt".to_owned(), prompt);
+    }
+    if let Some(Value::Object(sampling)) = body.remove("sampling_params") {
+        for (name, member) in [
+            ("max_new_tokens", "max_tokens"),
+            ("min_new_tokens", "min_tokens"),
+            ("ignore_eos", "ignore_eos"),
+            ("n", "n"),
+        ] {
+            if let Some(value) = sampling.get(name) {
+                body.insert(member.to_owned(), value.clone());
+            }
+        }
+    }
+}
+
+/// A chat's ids where the client gives them instead of having them made: SGLang, TensorRT-LLM.
+fn given_ids(
+    body: &Map<String, Value>,
+    options: &EngineOptions,
+    text: &ModelText,
+) -> Result<Option<Vec<u32>>, Refusal> {
+    let name = match options.kind {
+        EngineKind::Sglang => "input_ids",
+        EngineKind::Trtllm => "prompt_token_ids",
+        EngineKind::Vllm | EngineKind::Llamacpp => return Ok(None),
+    };
+    match body.get(name) {
+        Some(Value::Array(items)) => ids(items, text).map(Some),
+        _ => Ok(None),
+    }
+}
+
+fn optional_text(body: &Map<String, Value>, name: &str) -> Result<Option<String>, Refusal> {
+    match body.get(name).unwrap_or(&Value::Null) {
+        Value::Null => Ok(None),
+        Value::String(text) if !text.is_empty() => Ok(Some(text.clone())),
+        _ => Err(Refusal::bad_request(format!("`{name}` is a non-empty string"))),
+    }
 }
 
 /// Reads a `POST /tokenize` request: either form.
@@ -106,11 +181,23 @@ pub fn parse(kind: Kind, body: &[u8], options: &EngineOptions, text: &ModelText)
 /// As [`parse`].
 pub fn tokenize(body: &[u8], options: &EngineOptions, text: &ModelText) -> Result<Vec<u32>, Refusal> {
     let body = object(body)?;
-    check_model(&body, options)?;
+    adapter(&body, options)?;
     match body.get("prompt") {
         Some(Value::String(prompt)) => encode(text, prompt, flag(&body, "add_special_tokens", true)?),
         Some(_) => Err(Refusal::bad_request("`prompt` is a string here")),
-        None => chat_ids(&body, text),
+        None => chat_ids(&body, options, text),
+    }
+}
+
+/// Reads llama.cpp's form of `POST /tokenize`.
+///
+/// # Errors
+/// There is no `content`.
+pub fn tokenize_content(body: &[u8], text: &ModelText) -> Result<Vec<u32>, Refusal> {
+    let body = object(body)?;
+    match body.get("content") {
+        Some(Value::String(content)) => encode(text, content, flag(&body, "add_special", false)?),
+        _ => Err(Refusal::bad_request("`content` is a string")),
     }
 }
 
@@ -118,15 +205,29 @@ fn object(body: &[u8]) -> Result<Map<String, Value>, Refusal> {
     serde_json::from_slice(body).map_err(|error| Refusal::bad_request(format!("the body is no JSON object: {error}")))
 }
 
-fn check_model(body: &Map<String, Value>, options: &EngineOptions) -> Result<(), Refusal> {
-    match body.get("model") {
-        None | Some(Value::Null) => Ok(()),
-        Some(Value::String(model)) if *model == options.model => Ok(()),
-        Some(model) => {
-            let message = format!("The model {model} does not exist; this engine serves `{}`.", options.model);
-            Err(Refusal { status: StatusCode::NOT_FOUND, message })
-        }
+/// The adapter a request asks for; none for the model itself, and an error for what is neither.
+fn adapter(body: &Map<String, Value>, options: &EngineOptions) -> Result<Option<Lora>, Refusal> {
+    if options.kind == EngineKind::Trtllm
+        && let Some(asked @ Value::Object(_)) = body.get("lora_request")
+    {
+        let text = |name: &str| asked[name].as_str().unwrap_or_default().to_owned();
+        let id = asked["lora_int_id"].as_u64().ok_or_else(|| Refusal::bad_request("`lora_request.lora_int_id`"))?;
+        return Ok(Some(Lora { id, name: text("lora_name"), path: text("lora_path") }));
     }
+    let model = match body.get("model").unwrap_or(&Value::Null) {
+        Value::Null => return Ok(None),
+        Value::String(model) if *model == options.model => return Ok(None),
+        model => model,
+    };
+    let name = model.as_str().unwrap_or_default();
+    let name = match options.kind {
+        EngineKind::Sglang => name.strip_prefix(&options.model).and_then(|n| n.strip_prefix(':')).unwrap_or(name),
+        _ => name,
+    };
+    options.lora(name).map(Some).ok_or_else(|| {
+        let message = format!("The model {model} does not exist; this engine serves `{}`.", options.model);
+        Refusal { status: StatusCode::NOT_FOUND, message }
+    })
 }
 
 fn flag(body: &Map<String, Value>, name: &str, default: bool) -> Result<bool, Refusal> {
@@ -179,7 +280,7 @@ fn ids(items: &[Value], text: &ModelText) -> Result<Vec<u32>, Refusal> {
 }
 
 /// Renders and encodes `messages`.
-fn chat_ids(body: &Map<String, Value>, text: &ModelText) -> Result<Vec<u32>, Refusal> {
+fn chat_ids(body: &Map<String, Value>, options: &EngineOptions, text: &ModelText) -> Result<Vec<u32>, Refusal> {
     let Some(Value::Array(messages)) = body.get("messages") else {
         return Err(Refusal::bad_request("`messages` is an array"));
     };
@@ -190,7 +291,9 @@ fn chat_ids(body: &Map<String, Value>, text: &ModelText) -> Result<Vec<u32>, Ref
         Some(Value::Object(variables)) => variables.clone(),
         _ => Map::new(),
     };
-    let messages = messages.iter().map(message).collect::<Result<_, _>>()?;
+    // SGLang joins the text parts of a message by a space, the others by a line end.
+    let joint = if options.kind == EngineKind::Sglang { " " } else { "\n" };
+    let messages = messages.iter().map(|entry| message(entry, joint)).collect::<Result<_, _>>()?;
     variables.insert("messages".to_owned(), Value::Array(messages));
     variables.insert("add_generation_prompt".to_owned(), json!(flag(body, "add_generation_prompt", true)?));
     if let Some(Value::Array(tools)) = body.get("tools") {
@@ -207,9 +310,9 @@ fn chat_ids(body: &Map<String, Value>, text: &ModelText) -> Result<Vec<u32>, Ref
     encode(text, &rendered, flag(body, "add_special_tokens", false)?)
 }
 
-/// A message as the template sees it: text parts joined by line ends, no content as the empty string, arguments of
+/// A message as the template sees it: text parts joined, no content as the empty string, arguments of
 /// calls as objects.
-fn message(message: &Value) -> Result<Value, Refusal> {
+fn message(message: &Value, joint: &str) -> Result<Value, Refusal> {
     let Value::Object(message) = message else {
         return Err(Refusal::bad_request("a message is an object"));
     };
@@ -217,7 +320,7 @@ fn message(message: &Value) -> Result<Value, Refusal> {
     let content = match message.get("content").unwrap_or(&Value::Null) {
         Value::Null => String::new(),
         Value::String(content) => content.clone(),
-        Value::Array(parts) => parts.iter().map(text_part).collect::<Result<Vec<_>, _>>()?.join("\n"),
+        Value::Array(parts) => parts.iter().map(text_part).collect::<Result<Vec<_>, _>>()?.join(joint),
         _ => return Err(Refusal::bad_request("`content` is a string or an array of parts")),
     };
     message.insert("content".to_owned(), Value::String(content));
@@ -269,12 +372,16 @@ impl AnswerLengths {
     fn read(kind: Kind, body: &Map<String, Value>, options: &EngineOptions) -> Result<Self, Refusal> {
         let asked = match kind {
             Kind::Chat => count(body, "max_completion_tokens")?.or(count(body, "max_tokens")?),
-            Kind::Completion => count(body, "max_tokens")?,
+            Kind::Completion | Kind::Generate => count(body, "max_tokens")?,
         };
         if asked == Some(0) {
             return Err(Refusal::bad_request("`max_tokens` is at least 1"));
         }
-        let default = (kind == Kind::Completion).then_some(COMPLETION_TOKENS_DEFAULT);
+        let default = match kind {
+            Kind::Chat => None,
+            Kind::Completion => Some(COMPLETION_TOKENS_DEFAULT),
+            Kind::Generate => Some(GENERATE_TOKENS_DEFAULT),
+        };
         let least = count(body, "min_tokens")?.unwrap_or(0);
         if asked.is_some_and(|asked| asked < least || asked > options.tokens_max()) {
             return Err(Refusal::bad_request("`max_tokens` is between `min_tokens` and the model's length"));
@@ -376,6 +483,23 @@ mod tests {
     }
 
     #[test]
+    fn an_adapter_is_asked_for_as_a_model() {
+        let text = ModelText::load(None, DEMO_MODEL).expect("the embedded files are right");
+        let loras = vec!["sql=/models/sql".parse().expect("a name and a path")];
+        let options = EngineOptions { loras, ..EngineOptions::default() };
+        let parse = |model: &str, options: &EngineOptions| {
+            let body = json!({"prompt": "x", "model": model}).to_string();
+            parse(Kind::Completion, body.as_bytes(), options, &text).map(|call| call.namespace.lora.clone())
+        };
+        let sql = Lora { id: 1, name: "sql".to_owned(), path: "/models/sql".to_owned() };
+        assert_eq!(parse("sql", &options), Ok(Some(sql.clone())));
+        assert_eq!(parse(DEMO_MODEL, &options), Ok(None));
+        assert!(parse("other", &options).is_err());
+        let sglang = EngineOptions { kind: EngineKind::Sglang, ..options };
+        assert_eq!(parse(&format!("{DEMO_MODEL}:sql"), &sglang), Ok(Some(sql)));
+    }
+
+    #[test]
     fn a_chat_is_rendered_with_parts_joined_and_tools_in_order() {
         let chat = |messages: Value| parse_json(Kind::Chat, json!({"messages": messages})).map(|call| call.prompts);
         let parts =
@@ -387,7 +511,8 @@ mod tests {
             tool(&full).to_string(),
             r#"{"type":"function","function":{"name":"f","description":null,"parameters":null}}"#
         );
-        let called = message(&json!({"role": "assistant", "tool_calls": [{"function": {"arguments": "{\"a\": 1}"}}]}));
+        let called =
+            message(&json!({"role": "assistant", "tool_calls": [{"function": {"arguments": "{\"a\": 1}"}}]}), "\n");
         assert_eq!(called.expect("the message is right")["tool_calls"][0]["function"]["arguments"], json!({"a": 1}));
     }
 }

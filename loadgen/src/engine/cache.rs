@@ -2,30 +2,63 @@
 //! map from digest to the blocks that have it.
 //!
 //! A block leaves the free queue when a request uses it again and is evicted only when it is handed out for other
-//! tokens. Two blocks may hold the same digest: nothing is merged, and each eviction is announced by itself.
+//! tokens. In vLLM two blocks may hold the same digest: nothing is merged, and each eviction is announced by itself.
+//! SGLang and TensorRT-LLM keep a tree, in which a digest has one block: whoever computes it again is given the block
+//! that is there, and gives its own back.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
-use super::hash::Digest;
+use super::hash::{Digest, Namespace};
 
 /// Index of a physical block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Page(usize);
 
+/// Consecutive blocks of one request that became full.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Run {
+    /// The block before the first, none at the start of a sequence.
+    pub parent: Option<Digest>,
+    /// The blocks.
+    pub digests: Vec<Digest>,
+    /// Tokens of all of them, equally many in each; a partial block is alone.
+    pub tokens: Vec<u32>,
+    /// Tokens after the last that entered its hash, and those of the blocks before likewise.
+    pub after: Vec<u32>,
+    /// What else entered the hashes.
+    pub namespace: Arc<Namespace>,
+}
+
+impl Run {
+    /// Tokens in each block.
+    #[must_use]
+    pub fn block_tokens(&self) -> usize {
+        self.tokens.len() / self.digests.len().max(1)
+    }
+
+    /// The blocks from one place to another as a run of their own.
+    #[must_use]
+    pub fn part(&self, from: usize, to: usize) -> Self {
+        let size = self.block_tokens();
+        let mut after: Vec<u32> = self.tokens[to * size..].to_vec();
+        after.extend_from_slice(&self.after);
+        after.truncate(self.after.len());
+        Self {
+            parent: from.checked_sub(1).map_or(self.parent, |before| Some(self.digests[before])),
+            digests: self.digests[from..to].to_vec(),
+            tokens: self.tokens[from * size..to * size].to_vec(),
+            after,
+            namespace: Arc::clone(&self.namespace),
+        }
+    }
+}
+
 /// What happened to the cache, in order of occurrence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// Consecutive blocks of one request became full.
-    Stored {
-        /// The block before the first, none at the start of a sequence.
-        parent: Option<Digest>,
-        /// The blocks.
-        digests: Vec<Digest>,
-        /// Tokens of all of them.
-        tokens: Vec<u32>,
-        /// The salt that entered the first one's hash.
-        salt: Option<String>,
-    },
+    /// Blocks became full.
+    Stored(Run),
     /// One physical block was evicted.
     Removed(Digest),
     /// Everything was dropped.
@@ -53,14 +86,17 @@ pub struct PagedCache {
     back: i64,
     /// Blocks with a digest, each list in order of storing and never empty.
     held: HashMap<Digest, Vec<Page>>,
+    /// Whether a digest has one block only.
+    unique: bool,
     changes: Vec<Change>,
 }
 
 impl PagedCache {
-    /// A cache of `blocks` empty blocks.
+    /// A cache of `blocks` empty blocks, in which a digest has one block only if it is `unique`.
     #[must_use]
-    pub fn new(blocks: usize) -> Self {
+    pub fn new(blocks: usize, unique: bool) -> Self {
         let mut cache = Self {
+            unique,
             blocks: vec![Block::default(); blocks],
             free: BTreeMap::new(),
             front: -1,
@@ -112,10 +148,15 @@ impl PagedCache {
     }
 
     fn evict(&mut self, page: Page) -> Page {
-        let block = &mut self.blocks[page.0];
-        debug_assert_eq!(block.users, 0, "a free block has no users");
-        block.users = 1;
-        if let Some(digest) = block.digest.take() {
+        debug_assert_eq!(self.blocks[page.0].users, 0, "a free block has no users");
+        self.blocks[page.0].users = 1;
+        self.forget(page);
+        page
+    }
+
+    /// Drops what a block holds, if anything.
+    fn forget(&mut self, page: Page) {
+        if let Some(digest) = self.blocks[page.0].digest.take() {
             if let Some(pages) = self.held.get_mut(&digest) {
                 pages.retain(|other| *other != page);
                 if pages.is_empty() {
@@ -124,20 +165,37 @@ impl PagedCache {
             }
             self.changes.push(Change::Removed(digest));
         }
-        page
     }
 
-    /// Records that blocks in use became full with consecutive tokens.
-    pub fn store(&mut self, pages: &[Page], run: Change) {
-        let Change::Stored { digests, .. } = &run else { return };
-        assert_eq!(pages.len(), digests.len(), "one digest a block");
-        for (page, digest) in pages.iter().zip(digests) {
+    /// Records that blocks in use became full with consecutive tokens. Where a digest has one block only, `pages` of
+    /// digests that are held already are replaced by those that hold them.
+    pub fn store(&mut self, pages: &mut [Page], run: &Run) {
+        assert_eq!(pages.len(), run.digests.len(), "one digest a block");
+        let (count, mut from) = (pages.len(), 0);
+        for (place, page) in pages.iter_mut().enumerate() {
+            let digest = run.digests[place];
+            if let Some(held) = self.held.get(&digest).filter(|_| self.unique).map(|found| found[0]) {
+                self.announce(run, from, place);
+                from = place + 1;
+                if held != *page {
+                    self.hold(&[held]);
+                    self.release(&[std::mem::replace(page, held)]);
+                }
+                continue;
+            }
+            self.forget(*page);
             let block = &mut self.blocks[page.0];
-            debug_assert!(block.users > 0 && block.digest.is_none(), "a block is stored once, by its user");
-            block.digest = Some(*digest);
-            self.held.entry(*digest).or_default().push(*page);
+            debug_assert!(block.users > 0, "a block is stored by its user");
+            block.digest = Some(digest);
+            self.held.entry(digest).or_default().push(*page);
         }
-        self.changes.push(run);
+        self.announce(run, from, count);
+    }
+
+    fn announce(&mut self, run: &Run, from: usize, to: usize) {
+        if from < to {
+            self.changes.push(Change::Stored(run.part(from, to)));
+        }
     }
 
     /// Gives a request's blocks back, its last first, so that the tail of a prompt is evicted before its head. Blocks
@@ -161,6 +219,17 @@ impl PagedCache {
         self.blocks.iter_mut().for_each(|block| block.digest = None);
         self.changes.push(Change::Cleared);
         true
+    }
+
+    /// Notes that everything was dropped, as an engine does that says so when it starts.
+    pub fn announce_empty(&mut self) {
+        self.changes.push(Change::Cleared);
+    }
+
+    /// Whether a digest is held.
+    #[must_use]
+    pub fn holds(&self, digest: &Digest) -> bool {
+        self.held.contains_key(digest)
     }
 
     /// Blocks in use by requests.
@@ -189,28 +258,28 @@ impl PagedCache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::hash::{Algo, child, root};
+    use crate::engine::hash::trtllm;
     use crate::engine::testing::Random;
     use std::collections::VecDeque;
 
     fn digest(number: u32) -> Digest {
-        child(Algo::XxhashCbor, &root(Algo::XxhashCbor, "0"), &[number], None)
+        trtllm::Chain { salted: true }.child(&trtllm::root(), &[number], &Namespace::default())
     }
 
-    fn run(numbers: &[u32]) -> Change {
+    fn run(numbers: &[u32]) -> Run {
         let digests = numbers.iter().map(|number| digest(*number)).collect();
-        Change::Stored { parent: None, digests, tokens: numbers.to_vec(), salt: None }
+        Run { digests, tokens: numbers.to_vec(), ..Run::default() }
     }
 
     fn store(cache: &mut PagedCache, numbers: &[u32]) -> Vec<Page> {
-        let pages = cache.take(numbers.len());
-        cache.store(&pages, run(numbers));
+        let mut pages = cache.take(numbers.len());
+        cache.store(&mut pages, &run(numbers));
         pages
     }
 
     #[test]
     fn the_tail_of_the_oldest_request_is_evicted_first() {
-        let mut cache = PagedCache::new(4);
+        let mut cache = PagedCache::new(4, false);
         let first = store(&mut cache, &[1, 2]);
         let second = store(&mut cache, &[3, 4]);
         cache.release(&first);
@@ -225,7 +294,7 @@ mod tests {
 
     #[test]
     fn a_copy_outlives_the_eviction_of_another() {
-        let mut cache = PagedCache::new(2);
+        let mut cache = PagedCache::new(2, false);
         let first = store(&mut cache, &[1]);
         store(&mut cache, &[1]);
         cache.release(&first);
@@ -235,8 +304,26 @@ mod tests {
     }
 
     #[test]
+    fn in_a_tree_a_digest_has_one_block() {
+        let mut cache = PagedCache::new(4, true);
+        let first = store(&mut cache, &[1, 2]);
+        cache.take_changes();
+        let second = store(&mut cache, &[1, 3]);
+        let expected = Run { parent: Some(digest(1)), ..run(&[3]) };
+        assert_eq!(cache.take_changes(), [Change::Stored(expected)], "what is there is not told again");
+        assert_eq!(second[0], first[0]);
+        assert_eq!(cache.used(), 3, "the block computed in vain is free again");
+        cache.release(&first);
+        cache.release(&second);
+        assert_eq!(cache.used(), 0);
+        store(&mut cache, &[4, 5, 6]);
+        let removed = cache.take_changes().into_iter().filter(|change| matches!(change, Change::Removed(_)));
+        assert_eq!(removed.collect::<Vec<_>>(), [2, 3].map(|n| Change::Removed(digest(n))), "leaves go first");
+    }
+
+    #[test]
     fn nothing_is_cleared_while_a_block_is_in_use() {
-        let mut cache = PagedCache::new(2);
+        let mut cache = PagedCache::new(2, false);
         let pages = store(&mut cache, &[1]);
         assert!(!cache.clear());
         cache.release(&pages);
@@ -269,7 +356,7 @@ mod tests {
         for seed in 0..20 {
             let mut random = Random::new(seed);
             let size = 2 + random.below(12);
-            let mut cache = PagedCache::new(size);
+            let mut cache = PagedCache::new(size, false);
             let mut model = Model { free: (0..size).collect(), holds: vec![None; size], users: vec![0; size] };
             let mut live: Vec<Vec<Page>> = Vec::new();
             for _ in 0..400 {
@@ -278,14 +365,14 @@ mod tests {
                         (0..1 + random.below(model.free.len())).map(|_| random.below(9) as u32).collect();
                     // The last block may stay without a full content, as the end of a prompt does.
                     let full = numbers.len() - random.below(2);
-                    let pages = cache.take(numbers.len());
+                    let mut pages = cache.take(numbers.len());
                     let taken: Vec<_> = numbers.iter().map(|_| model.take()).collect();
                     let mut expected: Vec<_> =
                         taken.iter().filter_map(|(_, old)| *old).map(|old| Change::Removed(digest(old))).collect();
                     if full > 0 {
-                        cache.store(&pages[..full], run(&numbers[..full]));
+                        cache.store(&mut pages[..full], &run(&numbers[..full]));
                         taken.iter().zip(&numbers[..full]).for_each(|((block, _), n)| model.holds[*block] = Some(*n));
-                        expected.push(run(&numbers[..full]));
+                        expected.push(Change::Stored(run(&numbers[..full])));
                     }
                     assert_eq!(cache.take_changes(), expected, "seed {seed}");
                     assert!(pages.iter().zip(&taken).all(|(page, (block, _))| page.0 == *block), "seed {seed}");

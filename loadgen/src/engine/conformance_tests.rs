@@ -3,10 +3,12 @@
 //! A recording is followed as long as its requests came one by one and use what is simulated; what changes the cache
 //! otherwise (adapters, several requests at once) ends the comparison there.
 
+use std::sync::Arc;
+
 use serde_json::Value;
 
-use super::driver::event;
-use super::hash::Salt;
+use super::announce::Announcer;
+use super::hash::Namespace;
 use super::scheduler::{Request, RequestId, Scheduler};
 use super::testing::{shared, unhex};
 use super::wire::encode_batch;
@@ -29,20 +31,22 @@ fn options_of(engine: &Value) -> EngineOptions {
 }
 
 /// The step's request; none where it is not simulated.
-fn request(step: &Value, model: &Value, id: u64, options: &EngineOptions) -> Option<Request> {
+fn request(step: &Value, model: &Value, id: u64) -> Option<Request> {
     let body = &step["request"]["body"];
     let own = body["model"] == *model && body["vllm_xargs"].is_null() && body["n"].is_null();
     let session = body.get("session_id").is_some() || step["request"].get("headers").is_some();
     let ids = |name: &str| serde_json::from_value::<Vec<u32>>(step[name].clone()).ok();
-    let salt = body["cache_salt"].as_str().map(|salt| Salt::new(salt.to_owned(), options.wire.tags_extra_keys()));
+    let salt = body["cache_salt"].as_str().map(str::to_owned);
+    let namespace = Arc::new(Namespace { salt, ..Namespace::default() });
     let (prompt, answer) = (ids("prompt_token_ids")?, ids("output_token_ids")?);
-    (own && !session).then_some(Request { id: RequestId(id), prompt, answer, salt })
+    (own && !session).then_some(Request { id: RequestId(id), prompt, answer, namespace })
 }
 
 /// Follows a recording; how many payloads were equal.
 fn check(name: &str, recording: &Value) -> usize {
     let options = options_of(&recording["engine"]);
     let mut scheduler = Scheduler::new(options.scheduler_model(), options.blocks);
+    let mut announcer = Announcer::new(&options);
     let mut equal = 0;
     for (number, step) in recording["steps"].as_array().expect("a recording has steps").iter().enumerate() {
         let title = format!("{name}: {}", step["name"]);
@@ -51,7 +55,7 @@ fn check(name: &str, recording: &Value) -> usize {
             assert_eq!(step["response"]["success"], scheduler.clear(), "{title}");
             continue;
         }
-        let Some(request) = request(step, &recording["engine"]["model"], number as u64, &options) else {
+        let Some(request) = request(step, &recording["engine"]["model"], number as u64) else {
             if frames.is_empty() {
                 continue;
             }
@@ -70,7 +74,7 @@ fn check(name: &str, recording: &Value) -> usize {
             let frame = frames.next().unwrap_or_else(|| panic!("{title}: the real engine published less"));
             let payload = unhex(frame["frames"][2].as_str().expect("a payload is hex"));
             let time = f64::from_be_bytes(payload[2..10].try_into().expect("a batch begins with its time"));
-            let events: Vec<_> = changes.into_iter().map(|change| event(change, &options)).collect();
+            let events = announcer.vllm(changes, &options);
             assert_eq!(encode_batch(options.wire, time, &events, Some(0)), payload, "{title}");
             equal += 1;
         }

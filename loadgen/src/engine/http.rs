@@ -8,43 +8,54 @@ use std::sync::atomic::Ordering;
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::{Request, State};
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Json, Response};
 use axum::routing::{get, post};
 use axum::serve::ListenerExt;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 use tokio::sync::{mpsc, oneshot};
 
-use super::api::{self, Kind, Refusal};
+use super::api::{self, Call, Kind, Refusal};
 use super::driver::Command;
+use super::fault::{Fault, Health};
+use super::options::EngineKind;
 use super::reply::{Answer, InFlight};
 use super::scheduler;
 use super::shared::{LastRequest, Shared};
+use super::{command, http_llamacpp, http_sglang, http_trtllm, http_vllm};
 
 /// Bytes of a request body at most; more is answered 413.
-const BODY_BYTES_MAX: usize = 64 << 20;
+pub const BODY_BYTES_MAX: usize = 64 << 20;
 
-type Engine = State<Arc<Shared>>;
+/// The header that chooses a rank.
+const RANK_HEADER: &str = "x-data-parallel-rank";
 
-/// The engine's paths.
+/// What a handler is given of the engine.
+pub type Engine = State<Arc<Shared>>;
+
+/// The engine's paths: those of its kind, and those for tests.
 pub fn router(shared: Arc<Shared>) -> Router {
+    let options = shared.options();
     // Every answer says which engine it comes from, as tests of a gateway want to know.
-    let origin = format!("{}:{}", shared.options.host, shared.options.port);
+    let origin = format!("{}:{}", options.host, options.port);
     let origin = HeaderValue::from_str(&origin).unwrap_or(HeaderValue::from_static("unknown"));
-    Router::new()
+    let common = Router::new()
         .route("/v1/completions", post(|state: Engine, request| answer(state, request, Kind::Completion)))
         .route("/v1/chat/completions", post(|state: Engine, request| answer(state, request, Kind::Chat)))
-        .route("/tokenize", post(tokenize))
-        .route("/v1/models", get(models))
-        .route("/health", get(|| async {}))
-        .route("/version", get(version))
-        .route("/metrics", get(metrics))
-        .route("/kv_event_sources", get(event_sources))
-        .route("/reset_prefix_cache", post(reset_prefix_cache))
+        .route("/health", get(health))
         .route("/debug/last", get(debug_last))
         .route("/debug/stats", get(|state: Engine| async move { Json(state.stats()) }))
         .route("/debug/blocks", get(debug_blocks))
+        .route("/debug/fault", post(debug_fault));
+    let own = match options.kind {
+        EngineKind::Vllm => http_vllm::routes(),
+        EngineKind::Sglang => http_sglang::routes(),
+        EngineKind::Trtllm => http_trtllm::routes(),
+        EngineKind::Llamacpp => http_llamacpp::routes(),
+    };
+    common
+        .merge(own)
         .layer(axum::middleware::map_response(move |mut response: Response| {
             response.headers_mut().insert("x-engine", origin.clone());
             std::future::ready(response)
@@ -61,8 +72,8 @@ pub async fn serve(listener: TcpListener, router: Router) -> io::Result<()> {
     axum::serve(listener, router).await
 }
 
-/// Both completion paths.
-async fn answer(State(shared): Engine, request: Request, kind: Kind) -> Response {
+/// The paths that make answers.
+pub async fn answer(State(shared): Engine, request: Request, kind: Kind) -> Response {
     let mut flight = InFlight::new(Arc::clone(&shared));
     let (head, body) = request.into_parts();
     let Some(body) = read_body(body, &mut flight).await else {
@@ -70,20 +81,26 @@ async fn answer(State(shared): Engine, request: Request, kind: Kind) -> Response
     };
     shared.counters.bytes_in.fetch_add(body.len() as u64, Ordering::Relaxed);
     remember(&shared, &head, &body);
-    let call = match api::parse(kind, &body, &shared.options, &shared.text) {
+    let options = shared.options();
+    let refuse = |flight, refusal: &Refusal| refuse(flight, refusal, options.kind);
+    let call = match api::parse(kind, &body, &options, &shared.text()) {
         Ok(call) => call,
         Err(refusal) => return refuse(flight, &refusal),
     };
-    if !flight.reserve(call.prompts.len()) {
-        let message = format!("the engine has {} requests; try another", shared.options.max_requests);
+    let rank = match choose_rank(&shared, &head.headers, &call) {
+        Ok(rank) => rank,
+        Err(refusal) => return refuse(flight, &refusal),
+    };
+    if !flight.reserve(call.prompts.len(), rank) {
+        let message = format!("the engine has {} requests; try another", options.max_requests);
         return refuse(flight, &Refusal { status: StatusCode::SERVICE_UNAVAILABLE, message });
     }
     let (sender, tokens) = mpsc::unbounded_channel();
     for (id, prompt) in flight.ids().iter().zip(&call.prompts) {
         let (prompt, answer) = (prompt.tokens.clone(), prompt.answer.clone());
-        let request = scheduler::Request { id: *id, prompt, answer, salt: call.salt.clone() };
+        let request = scheduler::Request { id: *id, prompt, answer, namespace: Arc::clone(&call.namespace) };
         // Without a scheduler the engine is stopping, and this connection with it.
-        let _ = shared.commands.send(Command::Add(request, sender.clone()));
+        let _ = shared.ranks[rank].commands.send(Command::Add(request, sender.clone()));
     }
     drop(sender);
     let stream = call.stream;
@@ -116,9 +133,28 @@ async fn read_body(body: Body, flight: &mut InFlight) -> Option<Bytes> {
     }
 }
 
-fn refuse(mut flight: InFlight, refusal: &Refusal) -> Response {
+fn refuse(mut flight: InFlight, refusal: &Refusal, engine: EngineKind) -> Response {
     flight.complete();
-    (refusal.status, Json(refusal.body())).into_response()
+    (refusal.status, Json(refusal.body(engine))).into_response()
+}
+
+/// The rank that the client asks for, by the header before the body, or the engine's choice.
+fn choose_rank(shared: &Shared, headers: &HeaderMap, call: &Call) -> Result<usize, Refusal> {
+    if !matches!(shared.options().kind, EngineKind::Vllm | EngineKind::Sglang) {
+        return Ok(shared.balance());
+    }
+    let asked = match headers.get(RANK_HEADER) {
+        None => call.rank,
+        Some(value) => {
+            let rank = value.to_str().ok().and_then(|text| text.trim().parse().ok());
+            Some(rank.ok_or_else(|| Refusal::bad_request("`X-data-parallel-rank` is a whole number"))?)
+        }
+    };
+    match asked {
+        None => Ok(shared.balance()),
+        Some(rank) if rank < shared.ranks.len() as u64 => Ok(rank as usize),
+        Some(rank) => Err(Refusal::bad_request(format!("rank {rank}: there are {}", shared.ranks.len()))),
+    }
 }
 
 /// Keeps what `GET /debug/last` shows.
@@ -136,49 +172,50 @@ fn remember(shared: &Shared, head: &axum::http::request::Parts, body: &[u8]) {
     }
 }
 
-async fn tokenize(State(shared): Engine, request: Request) -> Response {
+/// The ids of a text or chat, for `POST /tokenize` of any kind.
+pub async fn tokenized(
+    shared: &Shared,
+    request: Request,
+    read: impl FnOnce(&[u8], &Shared) -> Result<Vec<u32>, Refusal>,
+    show: impl FnOnce(Vec<u32>) -> Value,
+) -> Response {
     let Ok(body) = to_bytes(request.into_body(), BODY_BYTES_MAX).await else {
         return StatusCode::PAYLOAD_TOO_LARGE.into_response();
     };
-    match api::tokenize(&body, &shared.options, &shared.text) {
-        Ok(tokens) => Json(json!({
-            "count": tokens.len(), "max_model_len": shared.options.tokens_max(), "tokens": tokens, "token_strs": null,
-        }))
-        .into_response(),
-        Err(refusal) => (refusal.status, Json(refusal.body())).into_response(),
+    match read(&body, shared) {
+        Ok(tokens) => Json(show(tokens)).into_response(),
+        Err(refusal) => (refusal.status, Json(refusal.body(shared.options().kind))).into_response(),
     }
 }
 
-async fn models(State(shared): Engine) -> Json<Value> {
-    let model = &shared.options.model;
-    Json(json!({"object": "list", "data": [{
-        "id": model, "object": "model", "created": 0, "owned_by": "vllm", "root": model, "parent": null,
-        "max_model_len": shared.options.tokens_max(),
-    }]}))
+/// 200, unless a fault was ordered.
+pub async fn health(State(shared): Engine) -> StatusCode {
+    match shared.health.lock().map(|health| *health).unwrap_or_default() {
+        Health::Well => StatusCode::OK,
+        Health::Failing => StatusCode::SERVICE_UNAVAILABLE,
+        Health::Stalled => std::future::pending().await,
+    }
 }
 
-async fn version(State(shared): Engine) -> Json<Value> {
-    Json(json!({"version": shared.options.wire.to_string()}))
+/// Drops every rank's cache; whether all could be.
+pub async fn clear_all(shared: &Shared) -> bool {
+    let mut all = true;
+    for rank in &shared.ranks {
+        let (sender, receiver) = oneshot::channel();
+        let _ = rank.commands.send(Command::Clear(sender));
+        all &= receiver.await.unwrap_or(false);
+    }
+    all
 }
 
-/// What `GET /kv_event_sources` says from 0.31; the ports are those asked for, as on a real engine.
-async fn event_sources(State(shared): Engine) -> Json<Value> {
-    let options = &shared.options;
-    let bound = format!("tcp://{}:{}", options.host, options.event_port);
-    let replay = options.replay_port.map(|port| format!("tcp://{}:{port}", options.host));
-    Json(json!({"0": {
-        "enable_kv_cache_events": true, "publisher": "zmq", "endpoint": options.event_connect.as_ref().unwrap_or(&bound),
-        "replay_endpoint": replay, "buffer_steps": 10_000, "hwm": 100_000, "max_queue_size": 100_000,
-        "topic": options.topic,
-    }}))
-}
-
-async fn reset_prefix_cache(State(shared): Engine) -> Response {
-    let (sender, receiver) = oneshot::channel();
-    let _ = shared.commands.send(Command::Clear(sender));
-    match receiver.await {
-        Ok(success) => Json(json!({"success": success})).into_response(),
-        Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+async fn debug_fault(State(shared): Engine, body: Bytes) -> Response {
+    let outcome = match Fault::from_json(&body) {
+        Ok(fault) => command::carry_out(&shared, &fault).await,
+        Err(error) => Err(error),
+    };
+    match outcome {
+        Ok(()) => Json(json!({"ok": true})).into_response(),
+        Err(error) => (StatusCode::BAD_REQUEST, Json(json!({"error": error}))).into_response(),
     }
 }
 
@@ -186,43 +223,23 @@ async fn debug_last(State(shared): Engine) -> Json<Option<LastRequest>> {
     Json(shared.last.lock().ok().and_then(|last| last.clone()))
 }
 
-/// `{"blocks": {"<key>": copies}}`: what a perfect consumer of the events would hold now.
+/// `{"blocks": {"<key>": copies}, "ranks": [{"<key>": copies}]}`: what a perfect consumer of the events would hold of
+/// the device caches now, in all and by rank.
 async fn debug_blocks(State(shared): Engine) -> Response {
-    let (sender, receiver) = oneshot::channel();
-    let reply = Box::new(move |copies| drop(sender.send(copies)));
-    let _ = shared.commands.send(Command::Contents(reply));
-    match receiver.await {
-        Ok(copies) => {
-            let copies: serde_json::Map<String, Value> =
-                copies.into_iter().map(|(key, count)| (key.to_string(), json!(count))).collect();
-            Json(json!({"blocks": copies})).into_response()
+    let mut ranks = Vec::new();
+    let mut sum: Map<String, Value> = Map::new();
+    for rank in &shared.ranks {
+        let (sender, receiver) = oneshot::channel();
+        let reply = Box::new(move |copies| drop(sender.send(copies)));
+        let _ = rank.commands.send(Command::Contents(reply));
+        let Ok(copies) = receiver.await else { return StatusCode::INTERNAL_SERVER_ERROR.into_response() };
+        let mut own = Map::new();
+        for (key, count) in copies {
+            let before = sum.get(&key.to_string()).and_then(Value::as_u64).unwrap_or(0);
+            sum.insert(key.to_string(), json!(before + count as u64));
+            own.insert(key.to_string(), json!(count));
         }
-        Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+        ranks.push(Value::Object(own));
     }
-}
-
-async fn metrics(State(shared): Engine) -> Response {
-    let (stats, options) = (shared.stats(), &shared.options);
-    let label = format!("engine=\"0\",model_name=\"{}\"", options.model.replace('\\', "\\\\").replace('"', "\\\""));
-    let usage = stats.used_blocks as f64 / options.blocks as f64;
-    let mut text = String::new();
-    for (name, kind, value) in [
-        ("num_requests_running", "gauge", stats.running as f64),
-        ("num_requests_waiting", "gauge", stats.waiting as f64),
-        ("kv_cache_usage_perc", "gauge", usage),
-        ("prefix_cache_queries_total", "counter", stats.prompt_tokens as f64),
-        ("prefix_cache_hits_total", "counter", stats.cached_tokens as f64),
-        ("prompt_tokens_total", "counter", stats.prompt_tokens as f64),
-        ("prompt_tokens_cached_total", "counter", stats.cached_tokens as f64),
-        ("generation_tokens_total", "counter", stats.answer_tokens as f64),
-        ("num_preemptions_total", "counter", stats.preemptions as f64),
-    ] {
-        text += &format!("# TYPE vllm:{name} {kind}\nvllm:{name}{{{label}}} {value}\n");
-    }
-    let (size, blocks, algo) = (options.block_size, options.blocks, options.algo.name());
-    text += &format!(
-        "# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{{block_size=\"{size}\",enable_prefix_caching=\"True\",\
-         engine=\"0\",hash_block_size=\"{size}\",num_gpu_blocks=\"{blocks}\",prefix_caching_hash_algo=\"{algo}\"}} 1.0\n"
-    );
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+    Json(json!({"blocks": sum, "ranks": ranks})).into_response()
 }

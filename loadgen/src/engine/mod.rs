@@ -1,4 +1,4 @@
-//! Simulated vLLM engines: the OpenAI API in front of a scheduler with a paged prefix cache, and KV events over ZMQ.
+//! Simulated engines: the OpenAI API in front of a scheduler with a paged prefix cache, and KV events.
 //!
 //! ```text
 //!  http ── requests, aborts ──▶ driver (scheduler, cache, clock) ── payloads ──▶ publisher thread ──▶ PUB, ROUTER
@@ -9,24 +9,45 @@
 //!
 //! **Invariant.** Nothing here uses the gateway's code: see [`crate`].
 //!
-//! Simulated as vLLM does it: prefix hits, eviction order, copies, chunked prefill, preemption, what is announced when,
-//! both wire forms, both replay layouts, `cache_salt`, the reset's delay. Differs: time follows a model; answers are
-//! random words; requests with `n` > 1, LoRA, images, tools' parsing, log probabilities, speculative decoding and data
-//! parallel ranks other than 0 are not simulated; idle connections are not closed after 5 s.
+//! A rank of a data-parallel engine has a driver, a cache and a publisher of its own. TensorRT-LLM's ranks share a
+//! queue that `POST /kv_cache_events` empties; llama.cpp tells nothing.
+//!
+//! Simulated: vLLM's prefix hits, eviction order, copies, chunked prefill, preemption, what is announced when, both wire
+//! forms and replay layouts, all four hash algorithms, `cache_salt`, adapters, look-ahead hashes, the reset's delay, a
+//! host tier's and a sliding-window group's events; SGLang's page chain, tree, tiers and `/generate`; TensorRT-LLM's
+//! block keys, partial blocks, windows, levels and drain; faults on command ([`fault`]). Differs: time follows a model;
+//! answers are random words; requests with `n` > 1, images, tools' parsing, log probabilities and loads from a host tier
+//! are not simulated; SGLang's newest tool format and TensorRT-LLM's push over ZMQ neither; idle connections are not
+//! closed after 5 s.
 
+mod announce;
 mod api;
 mod cache;
 pub mod cli;
 #[cfg(test)]
+mod client;
+mod command;
+#[cfg(test)]
 mod conformance_tests;
+mod drain;
 mod driver;
+mod fault;
+#[cfg(test)]
+mod fault_tests;
 mod hash;
 mod http;
+mod http_llamacpp;
+mod http_sglang;
+mod http_trtllm;
+mod http_vllm;
+#[cfg(test)]
+mod kind_tests;
 mod msgpack;
 mod options;
 mod publisher;
 mod reply;
 mod scheduler;
+mod sglang_wire;
 mod shared;
 mod template;
 #[cfg(test)]
@@ -34,27 +55,37 @@ mod testing;
 #[cfg(test)]
 mod tests;
 mod text;
+mod trtllm_wire;
 mod wire;
 
 use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
-use std::sync::{Arc, mpsc};
+use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::oneshot;
 
-pub use hash::Algo;
-pub use options::EngineOptions;
+pub use fault::{Fault, Health};
+pub use hash::vllm::Algo;
+pub use options::{EngineKind, EngineOptions, LoraOption};
+pub use sglang_wire::SglangRelease;
 pub use shared::EngineStats;
+pub use trtllm_wire::TrtllmRelease;
 pub use wire::Release;
 
+use drain::Drain;
 use driver::{Command, Driver};
-use publisher::{Publisher, PublisherOptions};
-use shared::Shared;
+use publisher::{BoundAddresses, Publisher, PublisherOptions};
+use shared::{RankLink, Shared};
 use text::ModelText;
+
+/// Times that neighbouring free ports are looked for.
+const PORT_TRIES: usize = 32;
 
 /// How long [`EngineHandle::cached_keys`] waits for the engine's thread.
 const INSPECT_WAIT: Duration = Duration::from_secs(10);
@@ -142,7 +173,7 @@ impl Engine {
 fn start_one(
     context: &zmq::Context,
     number: usize,
-    options: EngineOptions,
+    mut options: EngineOptions,
     text: Arc<ModelText>,
 ) -> Result<EngineHandle, EngineError> {
     let address = SocketAddr::new(options.host, options.port);
@@ -151,52 +182,130 @@ fn start_one(
     listener.set_nonblocking(true).map_err(listen_error)?;
     let http_addr = listener.local_addr().map_err(listen_error)?;
 
-    let (commands, inbox) = tokio::sync::mpsc::unbounded_channel();
-    let shared = Arc::new(Shared::new(options, text, commands));
-    let options = &shared.options;
-    let publishing = PublisherOptions {
-        bind: SocketAddr::new(options.host, options.event_port),
-        connect: options.event_connect.clone(),
-        replay: options.replay_port.map(|port| SocketAddr::new(options.host, port)),
-        topic: options.topic.clone().into_bytes(),
-        release: options.wire,
-    };
-    let lost = Arc::clone(&shared.counters.lost_batches);
-    let (publisher, bound) = Publisher::start(context, number, &publishing, lost)?;
+    options.port = http_addr.port();
+    let lost = Arc::new(AtomicU64::new(0));
+    let publishers = open_publishers(context, number, &options, &lost)?;
+    let drain = (options.kind == EngineKind::Trtllm)
+        .then(|| Drain::new(options.trtllm_release, options.dp, options.event_buffer));
+    let first = publishers.first().map(|(_, bound)| *bound);
+    let (links, ends) = link(publishers, options.dp);
+    let faults = options.faults.clone();
+    let mut shared = Shared::new(options, text, links, drain);
+    shared.counters.lost_batches = lost;
+    let shared = Arc::new(shared);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(EngineError::Thread)?;
-    let driver = Driver::new(Arc::clone(&shared), publisher, inbox);
+    let drivers: Vec<Driver> = (0..)
+        .zip(ends)
+        .map(|(rank, (publisher, inbox))| Driver::new(Arc::clone(&shared), rank, publisher, inbox))
+        .collect();
     let (stop, stopped) = oneshot::channel();
     let router = http::router(Arc::clone(&shared));
+    let ordered = Arc::clone(&shared);
     let thread = std::thread::Builder::new()
         .name(format!("engine-{number}"))
         .spawn(move || {
             runtime.block_on(async move {
+                for driver in drivers {
+                    tokio::spawn(driver.run());
+                }
+                for fault in &faults {
+                    if let Err(error) = command::carry_out(&ordered, fault).await {
+                        eprintln!("engine: --fault {fault:?}: {error}");
+                    }
+                }
                 tokio::select! {
                     result = http::serve(listener, router) => result,
-                    () = driver.run() => Ok(()),
                     _ = stopped => Ok(()),
                 }
             })
             // Dropping the runtime closes every connection where it stands, as the end of an engine process does.
         })
         .map_err(EngineError::Thread)?;
-    Ok(EngineHandle {
-        http_addr,
-        event_addr: bound.events,
-        replay_addr: bound.replay,
-        shared,
-        stop: Some(stop),
-        thread: Some(thread),
-    })
+    let event_addr = first.and_then(|bound| bound.events);
+    let replay_addr = first.and_then(|bound| bound.replay);
+    Ok(EngineHandle { http_addr, event_addr, replay_addr, shared, stop: Some(stop), thread: Some(thread) })
+}
+
+/// A rank's end of what [`RankLink`] is the other end of.
+type RankEnd = (Option<Publisher>, UnboundedReceiver<Command>);
+
+/// Connects `ranks` ranks with the rest of the engine; kinds that do not publish have no publishers.
+fn link(publishers: Vec<(Publisher, BoundAddresses)>, ranks: u16) -> (Vec<RankLink>, Vec<RankEnd>) {
+    let mut publishers: Vec<_> = publishers.into_iter().map(Some).collect();
+    publishers.resize_with(usize::from(ranks), || None);
+    let pair = |published: Option<(Publisher, BoundAddresses)>| {
+        let (commands, inbox) = unbounded_channel();
+        let (publisher, bound) = published.unzip();
+        let link = RankLink { commands, open: AtomicUsize::new(0), scheduled: Mutex::default(), bound };
+        (link, (publisher, inbox))
+    };
+    publishers.into_iter().map(pair).unzip()
+}
+
+/// The publishers of all ranks, with their ports one after the other; none for kinds that do not publish.
+fn open_publishers(
+    context: &zmq::Context,
+    number: usize,
+    options: &EngineOptions,
+    lost: &Arc<AtomicU64>,
+) -> Result<Vec<(Publisher, BoundAddresses)>, EngineError> {
+    if !matches!(options.kind, EngineKind::Vllm | EngineKind::Sglang) {
+        return Ok(Vec::new());
+    }
+    let free = options.event_port == 0 || options.replay() == Some(0);
+    let mut tries = if free && options.dp > 1 { PORT_TRIES } else { 1 };
+    loop {
+        tries -= 1;
+        match open_neighbours(context, number * PORT_TRIES + tries, options, lost) {
+            // The port after a free one may be taken.
+            Err(EngineError::Events { .. }) if tries > 0 => {}
+            outcome => return outcome,
+        }
+    }
+}
+
+fn open_neighbours(
+    context: &zmq::Context,
+    number: usize,
+    options: &EngineOptions,
+    lost: &Arc<AtomicU64>,
+) -> Result<Vec<(Publisher, BoundAddresses)>, EngineError> {
+    let vllm = options.kind == EngineKind::Vllm;
+    let mut opened: Vec<(Publisher, BoundAddresses)> = Vec::new();
+    for rank in 0..options.dp {
+        let first = opened.first().map(|(_, bound)| *bound);
+        let port = |asked: u16, bound: Option<SocketAddr>| {
+            let base = bound.map_or(asked, |bound| bound.port());
+            base.checked_add(rank).ok_or_else(|| EngineError::Option(format!("port {base} + {rank} is above 65535")))
+        };
+        let event_port = port(options.event_port, first.and_then(|bound| bound.events))?;
+        let replay = options.replay().map(|asked| port(asked, first.and_then(|bound| bound.replay))).transpose()?;
+        let publishing = PublisherOptions {
+            bind: SocketAddr::new(options.host, event_port),
+            connect: options.event_connect.clone(),
+            replay: replay.map(|port| SocketAddr::new(options.host, port)),
+            topic: options.topic.clone().into_bytes(),
+            replay_has_topic: if vllm {
+                options.wire.replay_has_topic()
+            } else {
+                options.sglang_release.replay_has_topic()
+            },
+            replay_is_whole: vllm && options.wire >= Release::new(33, 0),
+        };
+        let name = number * usize::from(u8::MAX) + usize::from(rank);
+        opened.push(Publisher::start(context, name, &publishing, Arc::clone(lost))?);
+    }
+    Ok(opened)
 }
 
 /// A running engine; dropping it stops it.
 pub struct EngineHandle {
     /// Where its API listens.
     pub http_addr: SocketAddr,
-    /// Where its event publisher is bound; none where it connects to a collector.
+    /// Where its first rank's event publisher is bound; none where it connects to a collector, or has none. Those of the
+    /// other ranks follow.
     pub event_addr: Option<SocketAddr>,
-    /// Where its replay socket is bound, where there is one.
+    /// Where its first rank's replay socket is bound, where there is one.
     pub replay_addr: Option<SocketAddr>,
     shared: Arc<Shared>,
     stop: Option<oneshot::Sender<()>>,
@@ -215,12 +324,24 @@ impl EngineHandle {
         self.shared.stats()
     }
 
-    /// Keys in the engine's cache, with the number of blocks that hold each; none when the engine does not answer.
+    /// Keys in the engine's caches, with the number of blocks that hold each; none when the engine does not answer.
     #[must_use]
     pub fn cached_keys(&self) -> Option<HashMap<u64, usize>> {
+        let mut sum = HashMap::new();
+        for rank in 0..self.shared.ranks.len() {
+            for (key, copies) in self.cached_keys_of(rank)? {
+                *sum.entry(key).or_default() += copies;
+            }
+        }
+        Some(sum)
+    }
+
+    /// Keys in one rank's cache, as [`Self::cached_keys`]; none for a rank that there is not.
+    #[must_use]
+    pub fn cached_keys_of(&self, rank: usize) -> Option<HashMap<u64, usize>> {
         let (sender, receiver) = mpsc::channel();
         let reply = Box::new(move |copies| drop(sender.send(copies)));
-        self.shared.commands.send(Command::Contents(reply)).ok()?;
+        self.shared.ranks.get(rank)?.commands.send(Command::Contents(reply)).ok()?;
         receiver.recv_timeout(INSPECT_WAIT).ok()
     }
 }

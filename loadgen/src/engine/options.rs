@@ -2,19 +2,73 @@
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Parser;
 
 use super::EngineError;
-use super::hash::Algo;
-use super::scheduler::Model;
+use super::fault::Fault;
+use super::hash::vllm::Algo;
+use super::hash::{Chain, Lora, sglang, trtllm, vllm};
+use super::scheduler::{Model, Policy};
+use super::sglang_wire::SglangRelease;
+use super::trtllm_wire::TrtllmRelease;
 use super::wire::Release;
 use crate::assets::DEMO_MODEL;
+
+/// Data-parallel ranks of an engine at most.
+const RANKS_MAX: u16 = 8;
+
+/// Tokens in a block at most where blocks are pickled: Python cuts longer pickles into frames.
+const PICKLED_TOKENS_MAX: usize = 8192;
+
+/// What engine is simulated.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum EngineKind {
+    /// vLLM.
+    #[default]
+    #[value(name = "vllm")]
+    Vllm,
+    /// SGLang.
+    #[value(name = "sglang")]
+    Sglang,
+    /// TensorRT-LLM's `trtllm-serve`.
+    #[value(name = "trtllm")]
+    Trtllm,
+    /// llama.cpp's server: no events.
+    #[value(name = "llamacpp")]
+    Llamacpp,
+}
+
+/// An adapter that is loaded at the start: its name and where from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoraOption {
+    /// The name, which requests give as their model.
+    pub name: String,
+    /// The path.
+    pub path: String,
+}
+
+impl FromStr for LoraOption {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            Some((name, path)) if !name.is_empty() && !path.is_empty() => {
+                Ok(Self { name: name.to_owned(), path: path.to_owned() })
+            }
+            _ => Err(format!("`{text}` is not NAME=PATH")),
+        }
+    }
+}
 
 /// A simulated engine's options; [`EngineOptions::default`] gives the command line's defaults.
 #[derive(Clone, Debug, clap::Args)]
 pub struct EngineOptions {
+    /// What engine it is.
+    #[arg(long, value_enum, default_value_t)]
+    pub kind: EngineKind,
     /// Address that all sockets are bound to.
     #[arg(long, default_value = "127.0.0.1")]
     pub host: IpAddr,
@@ -30,12 +84,42 @@ pub struct EngineOptions {
     /// Port of the first engine's replay socket; 0 for any. Without it there is no replay.
     #[arg(long)]
     pub replay_port: Option<u16>,
+    /// No replay, whatever --replay-port says.
+    #[arg(long)]
+    pub no_replay: bool,
     /// First frame of every event message.
     #[arg(long, default_value = "")]
     pub topic: String,
     /// vLLM release whose event and replay formats are used, 0.10.2 to 0.33.
     #[arg(long, default_value = "0.33")]
     pub wire: Release,
+    /// SGLang release, 0.5.7 to 0.5.23.
+    #[arg(long, default_value = "0.5.23")]
+    pub sglang_release: SglangRelease,
+    /// TensorRT-LLM release.
+    #[arg(long, value_enum, default_value = "1.2")]
+    pub trtllm_release: TrtllmRelease,
+    /// TensorRT-LLM's event_buffer_max_size: events that wait for a drain; the oldest are dropped for more.
+    #[arg(long, default_value_t = 65_536)]
+    pub event_buffer: usize,
+    /// Data-parallel ranks: a cache each, event and replay ports one after the other.
+    #[arg(long, default_value_t = 1)]
+    pub dp: u16,
+    /// An adapter, NAME=PATH; several may be given.
+    #[arg(long = "lora")]
+    pub loras: Vec<LoraOption>,
+    /// Blocks of a host tier that blocks are copied to (vLLM, SGLang) or moved to (TensorRT-LLM); 0 for none.
+    #[arg(long, default_value_t = 0)]
+    pub cpu_blocks: usize,
+    /// Tokens that the sliding-window layers of a hybrid model see; 0 for a model without.
+    #[arg(long, default_value_t = 0)]
+    pub window: usize,
+    /// Tokens that EAGLE or MTP looks ahead: enters vLLM's hashes from 0.33, makes SGLang's pages pairs; 0 for none.
+    #[arg(long, default_value_t = 0)]
+    pub lookahead: usize,
+    /// A fault from the start: NAME, NAME=VALUE or the JSON of POST /debug/fault; several may be given.
+    #[arg(long = "fault")]
+    pub faults: Vec<Fault>,
     /// Name blocks by whole digests instead of 64-bit keys (VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0).
     #[arg(long)]
     pub bytes_hashes: bool,
@@ -54,7 +138,7 @@ pub struct EngineOptions {
     /// Hash algorithm of the blocks.
     #[arg(long, value_enum, default_value_t = Algo::Sha256Cbor)]
     pub algo: Algo,
-    /// PYTHONHASHSEED; `vllm-none-hash` is what an engine from 0.29 uses where the variable is unset.
+    /// PYTHONHASHSEED; `none` where the variable is unset: fixed for sha256 from 0.29, else drawn for each rank.
     #[arg(long, default_value = "0")]
     pub seed: String,
     /// Prompt tokens computed in a second by all requests together.
@@ -137,6 +221,28 @@ impl EngineOptions {
         if self.wire < Release::new(10, 2) {
             return wrong("--wire: the hash algorithms exist from 0.10.2");
         }
+        if self.algo.is_pickled() && self.block_size > PICKLED_TOKENS_MAX {
+            return wrong("--block-size: at most 8192 with the pickled algorithms");
+        }
+        if !(1..=RANKS_MAX).contains(&self.dp) {
+            return wrong("--dp is 1 to 8");
+        }
+        let kind = self.kind;
+        if kind == EngineKind::Vllm && self.window > 0 && self.wire < Release::new(20, 0) {
+            return wrong("--window: before 0.20 KV events switch hybrid caches off");
+        }
+        if kind == EngineKind::Sglang && self.window > 0 {
+            return wrong("--window is simulated for vllm and trtllm only");
+        }
+        if kind == EngineKind::Llamacpp && (self.dp > 1 || self.cpu_blocks > 0 || self.window > 0) {
+            return wrong("--kind llamacpp has no ranks, tiers and windows");
+        }
+        if self.lookahead > 64 || (self.lookahead > 0 && !matches!(kind, EngineKind::Vllm | EngineKind::Sglang)) {
+            return wrong("--lookahead is 0 to 64, and simulated for vllm and sglang only");
+        }
+        if self.event_buffer == 0 {
+            return wrong("--event-buffer is at least 1");
+        }
         if !(1..=65_536).contains(&self.block_size) || !(1..=16_777_216).contains(&self.blocks) {
             return wrong("--block-size is 1 to 65536, --blocks 1 to 16777216");
         }
@@ -162,9 +268,54 @@ impl EngineOptions {
             prefill_tokens_per_second: self.prefill_tps,
             decode_tokens_per_second: self.decode_tps,
             prefill_floor: Duration::from_secs_f64(self.ttft_floor_ms / 1000.0),
-            algo: self.algo,
-            seed: self.seed.clone(),
+            chain: self.chain(),
+            policy: self.policy(),
         }
+    }
+
+    /// How a rank hashes; drawn anew where the seed is.
+    #[must_use]
+    pub fn chain(&self) -> Chain {
+        match self.kind {
+            EngineKind::Vllm | EngineKind::Llamacpp => {
+                let lookahead = if self.looks_ahead() { self.lookahead } else { 0 };
+                Chain::Vllm(vllm::Chain::new(self.algo, &self.seed, self.wire, self.block_size, lookahead))
+            }
+            EngineKind::Sglang => Chain::Sglang(sglang::Chain {
+                bigrams: self.lookahead > 0,
+                salted: self.sglang_release.salts_and_coalesces(),
+                lora_names: self.sglang_release.names_loras(),
+            }),
+            EngineKind::Trtllm => Chain::Trtllm(trtllm::Chain { salted: true }),
+        }
+    }
+
+    fn policy(&self) -> Policy {
+        match self.kind {
+            EngineKind::Vllm | EngineKind::Llamacpp => {
+                Policy::Vllm { drop_last: self.lookahead > 0 && !self.looks_ahead() }
+            }
+            EngineKind::Sglang => Policy::Sglang,
+            EngineKind::Trtllm => Policy::Trtllm,
+        }
+    }
+
+    /// Whether tokens after a block enter its hash: vLLM from 0.33.
+    fn looks_ahead(&self) -> bool {
+        self.lookahead > 0 && self.wire >= Release::new(33, 0)
+    }
+
+    /// Port of the first rank's replay socket, if there is one.
+    #[must_use]
+    pub fn replay(&self) -> Option<u16> {
+        self.replay_port.filter(|_| !self.no_replay)
+    }
+
+    /// The adapter of this name.
+    #[must_use]
+    pub fn lora(&self, name: &str) -> Option<Lora> {
+        let place = self.loras.iter().position(|lora| lora.name == name)?;
+        Some(Lora { id: place as u64 + 1, name: name.to_owned(), path: self.loras[place].path.clone() })
     }
 
     /// Tokens that a prompt and its answer may have together.
@@ -207,5 +358,11 @@ mod tests {
         assert!(check(|o| o.prefill_tps = 0.0).is_err());
         assert!(check(|o| o.decode_tps = f64::NAN).is_err());
         assert!(check(|o| o.time_scale = -1.0).is_err());
+        assert!(check(|o| o.dp = 9).is_err());
+        assert!(check(|o| (o.window, o.wire) = (128, Release::new(19, 0))).is_err());
+        assert!(check(|o| (o.kind, o.dp) = (EngineKind::Llamacpp, 2)).is_err());
+        assert!(check(|o| (o.kind, o.lookahead) = (EngineKind::Trtllm, 1)).is_err());
+        assert!(check(|o| (o.algo, o.block_size) = (Algo::Sha256, 16_384)).is_err());
+        assert!("=path".parse::<LoraOption>().is_err() && "name".parse::<LoraOption>().is_err());
     }
 }

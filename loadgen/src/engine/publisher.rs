@@ -10,13 +10,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use super::EngineError;
-use super::wire::Release;
 
 /// Batches queued between scheduler and publisher, and messages queued per subscriber, at most; more are dropped.
 const QUEUE_MAX: i32 = 100_000;
 
 /// Batches kept for replay; older ones are forgotten.
 const REPLAY_BATCHES_MAX: usize = 10_000;
+
+/// The one frame that orders the thread to forget what it could replay.
+const RESTART: &str = "restart";
 
 /// The sequence number that ends a replay.
 const REPLAY_END: u64 = u64::MAX;
@@ -32,8 +34,21 @@ pub struct PublisherOptions {
     pub replay: Option<SocketAddr>,
     /// First frame of every message.
     pub topic: Vec<u8>,
-    /// Whose reply layout the replay socket uses.
-    pub release: Release,
+    /// Whether replies of the replay socket carry the topic.
+    pub replay_has_topic: bool,
+    /// Whether the replay socket queues a whole replay for a slow reader, or the library's default of 1,000 messages.
+    pub replay_is_whole: bool,
+}
+
+/// Which way a batch takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delivery {
+    /// To subscribers and to the replay buffer.
+    Whole,
+    /// To the replay buffer only, as where the network loses a message.
+    ReplayOnly,
+    /// Nowhere: only its number is used up, as where an event cannot be encoded.
+    Lost,
 }
 
 /// The scheduler's end of a running publisher; dropping it stops the thread and closes the sockets.
@@ -83,14 +98,15 @@ impl Publisher {
             }
             None => Some(bind(&events, options.bind)?),
         };
-        let replay = options.replay.map(|address| open_replay(context, address, options.release)).transpose()?;
+        let replay =
+            options.replay.map(|address| open_replay(context, address, options.replay_is_whole)).transpose()?;
         let bound = BoundAddresses { events: bound_events, replay: replay.as_ref().map(|(_, address)| *address) };
         let worker = Worker {
             receiver,
             events,
             replay: replay.map(|(socket, _)| socket),
             topic: options.topic.clone(),
-            replay_has_topic: options.release.replay_has_topic(),
+            replay_has_topic: options.replay_has_topic,
             buffer: VecDeque::new(),
         };
         let thread = std::thread::Builder::new()
@@ -101,12 +117,23 @@ impl Publisher {
     }
 
     /// Queues a batch for publication; never waits.
-    pub fn publish(&mut self, payload: Vec<u8>) {
+    pub fn publish(&mut self, payload: Vec<u8>, delivery: Delivery) {
         let sequence = self.sequence.to_be_bytes().to_vec();
         self.sequence += 1;
-        if self.queue.send_multipart([sequence, payload], zmq::DONTWAIT).is_err() {
+        let sent = match delivery {
+            Delivery::Whole => self.queue.send_multipart([sequence, payload], zmq::DONTWAIT),
+            Delivery::ReplayOnly => self.queue.send_multipart([sequence, payload, Vec::new()], zmq::DONTWAIT),
+            Delivery::Lost => return,
+        };
+        if sent.is_err() {
             self.lost.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Starts over as a new process does: numbers from 0, nothing to replay.
+    pub fn restart(&mut self) {
+        self.sequence = 0;
+        let _ = self.queue.send(RESTART, 0);
     }
 }
 
@@ -134,12 +161,12 @@ fn bind(socket: &zmq::Socket, address: SocketAddr) -> Result<SocketAddr, EngineE
 fn open_replay(
     context: &zmq::Context,
     address: SocketAddr,
-    release: Release,
+    whole: bool,
 ) -> Result<(zmq::Socket, SocketAddr), EngineError> {
     let socket = context.socket(zmq::ROUTER)?;
     socket.set_linger(0)?;
-    // Before 0.33 the library's default of 1,000 messages applies: a slow reader loses the rest, end marker included.
-    if release >= Release::new(33, 0) {
+    // With the library's default of 1,000 messages a slow reader loses the rest, end marker included.
+    if whole {
         socket.set_sndhwm(2 * (REPLAY_BATCHES_MAX as i32 + 1))?;
     }
     let bound = bind(&socket, address)?;
@@ -179,9 +206,20 @@ impl Worker {
     /// Publishes one batch; false when told to stop.
     fn forward(&mut self) -> bool {
         let Ok(frames) = self.receiver.recv_multipart(0) else { return false };
-        let Ok([sequence, payload]) = <[Vec<u8>; 2]>::try_from(frames) else { return false };
-        // A PUB socket drops what a slow subscriber cannot take; that is not an error.
-        let _ = self.events.send_multipart([&self.topic, &sequence, &payload], 0);
+        let (sequence, payload, live) = match <[Vec<u8>; 2]>::try_from(frames) {
+            Ok([sequence, payload]) => (sequence, payload, true),
+            Err(frames) => match <[Vec<u8>; 3]>::try_from(frames) {
+                Ok([sequence, payload, _]) => (sequence, payload, false),
+                Err(frames) => {
+                    self.buffer.clear();
+                    return frames.first().is_some_and(|order| order == RESTART.as_bytes());
+                }
+            },
+        };
+        if live {
+            // A PUB socket drops what a slow subscriber cannot take; that is not an error.
+            let _ = self.events.send_multipart([&self.topic, &sequence, &payload], 0);
+        }
         if self.buffer.len() == REPLAY_BATCHES_MAX {
             self.buffer.pop_front();
         }

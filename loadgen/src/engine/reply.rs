@@ -16,12 +16,14 @@ use super::api::{Call, Kind};
 use super::driver::Command;
 use super::scheduler::{Output, RequestId};
 use super::shared::Shared;
+use super::text::ModelText;
 
 /// A request from its arrival to its end. Dropped before [`Self::complete`], it means that the client left: that is
 /// counted and the request's slots are given back.
 pub struct InFlight {
     shared: Arc<Shared>,
     ids: Vec<RequestId>,
+    rank: usize,
     complete: bool,
 }
 
@@ -29,16 +31,16 @@ impl InFlight {
     /// Counts a request that arrives.
     pub fn new(shared: Arc<Shared>) -> Self {
         shared.counters.requests.fetch_add(1, Ordering::Relaxed);
-        Self { shared, ids: Vec::new(), complete: false }
+        Self { shared, ids: Vec::new(), rank: 0, complete: false }
     }
 
-    /// Takes places for `count` prompts; false when the engine has no more.
-    pub fn reserve(&mut self, count: usize) -> bool {
-        let open = &self.shared.counters.open;
-        if open.load(Ordering::Relaxed) + count > self.shared.options.max_requests {
+    /// Takes places for `count` prompts at a rank; false when the engine has no more.
+    pub fn reserve(&mut self, count: usize, rank: usize) -> bool {
+        if self.shared.open() + count > self.shared.options().max_requests {
             return false;
         }
-        open.fetch_add(count, Ordering::Relaxed);
+        self.rank = rank;
+        self.shared.ranks[rank].open.fetch_add(count, Ordering::Relaxed);
         self.ids = (0..count).map(|_| self.shared.new_id()).collect();
         true
     }
@@ -57,7 +59,8 @@ impl InFlight {
 impl Drop for InFlight {
     fn drop(&mut self) {
         let counters = &self.shared.counters;
-        counters.open.fetch_sub(self.ids.len(), Ordering::Relaxed);
+        let link = &self.shared.ranks[self.rank];
+        link.open.fetch_sub(self.ids.len(), Ordering::Relaxed);
         if self.complete {
             counters.completed.fetch_add(1, Ordering::Relaxed);
             return;
@@ -65,7 +68,7 @@ impl Drop for InFlight {
         counters.disconnects.fetch_add(1, Ordering::Relaxed);
         for id in &self.ids {
             // No scheduler is left when the engine stops.
-            let _ = self.shared.commands.send(Command::Abort(*id));
+            let _ = link.commands.send(Command::Abort(*id));
         }
     }
 }
@@ -77,12 +80,14 @@ pub struct Answer {
     call: Call,
     id: String,
     created: u64,
+    text: Arc<ModelText>,
     choices: Vec<Choice>,
 }
 
 #[derive(Clone, Default)]
 struct Choice {
     text: String,
+    ids: Vec<u32>,
     tokens: usize,
     cached_tokens: usize,
     done: bool,
@@ -91,31 +96,59 @@ struct Choice {
 impl Answer {
     /// An answer to `call`, whose tokens come over `tokens`. `id` is the client's name of the request.
     pub fn new(flight: InFlight, tokens: UnboundedReceiver<Output>, call: Call, id: Option<&str>) -> Self {
-        let prefix = if call.kind == Kind::Chat { "chatcmpl" } else { "cmpl" };
+        let prefix = match call.kind {
+            Kind::Chat => "chatcmpl",
+            Kind::Completion => "cmpl",
+            Kind::Generate => "gen",
+        };
         let number = flight.ids.first().map_or(0, |id| id.0);
         let id = id.map_or_else(|| format!("{prefix}-{number:016x}"), |id| format!("{prefix}-{id}"));
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let choices = vec![Choice::default(); call.prompts.len()];
-        Self { flight, tokens, call, id, created, choices }
+        let text = flight.shared.text();
+        Self { flight, tokens, call, id, created, text, choices }
     }
 
     /// Waits for all tokens; the whole answer, or none when the engine stops before its end.
     pub async fn whole(mut self) -> Option<Bytes> {
         while self.choices.iter().any(|choice| !choice.done) {
             let output = self.tokens.recv().await?;
-            let (index, word) = self.take(&output);
-            self.choices[index].text.push_str(&word);
+            self.take(&output);
+        }
+        if self.call.kind == Kind::Generate {
+            let answers: Vec<Value> = (0..self.choices.len()).map(|index| self.generated(index)).collect();
+            let body = if self.call.is_list { Value::Array(answers) } else { answers.into_iter().next()? };
+            return Some(self.finish(&body));
         }
         let choices: Vec<Value> = self.choices.iter().enumerate().map(|(i, choice)| self.choice(i, choice)).collect();
         let object = if self.call.kind == Kind::Chat { "chat.completion" } else { "text_completion" };
         let body = json!({
-            "id": self.id, "object": object, "created": self.created, "model": self.flight.shared.options.model,
+            "id": self.id, "object": object, "created": self.created, "model": self.call.model,
             "choices": choices, "usage": self.usage(),
         });
+        Some(self.finish(&body))
+    }
+
+    fn finish(&mut self, body: &Value) -> Bytes {
         let bytes = Bytes::from(body.to_string());
         self.count_out(bytes.len());
         self.flight.complete();
-        Some(bytes)
+        bytes
+    }
+
+    /// SGLang's native object: the whole text so far.
+    fn generated(&self, index: usize) -> Value {
+        let choice = &self.choices[index];
+        let reason = match (choice.done, self.call.prompts[index].stops) {
+            (false, _) => Value::Null,
+            (true, true) => json!({"type": "stop", "matched": null}),
+            (true, false) => json!({"type": "length", "length": choice.tokens}),
+        };
+        json!({"text": choice.text, "output_ids": choice.ids, "meta_info": {
+            "id": self.id, "finish_reason": reason, "prompt_tokens": self.call.prompts[index].tokens.len(),
+            "weight_version": "default", "completion_tokens": choice.tokens, "cached_tokens": choice.cached_tokens,
+            "dp_rank": self.flight.rank,
+        }})
     }
 
     /// The answer as server-sent events.
@@ -130,7 +163,10 @@ impl Answer {
         choice.tokens += 1;
         choice.cached_tokens = output.cached_tokens;
         choice.done = output.last;
-        (index, self.flight.shared.text.word(output.token).to_owned())
+        let word = self.text.word(output.token).to_owned();
+        choice.text.push_str(&word);
+        choice.ids.push(output.token);
+        (index, word)
     }
 
     fn choice(&self, index: usize, choice: &Choice) -> Value {
@@ -140,7 +176,7 @@ impl Answer {
                 "index": index, "message": {"role": "assistant", "content": choice.text},
                 "logprobs": null, "finish_reason": reason,
             }),
-            Kind::Completion => {
+            Kind::Completion | Kind::Generate => {
                 json!({"index": index, "text": choice.text, "logprobs": null, "finish_reason": reason})
             }
         }
@@ -163,7 +199,7 @@ impl Answer {
     fn chunk(&self, choices: Value) -> Value {
         let object = if self.call.kind == Kind::Chat { "chat.completion.chunk" } else { "text_completion" };
         json!({
-            "id": self.id, "object": object, "created": self.created, "model": self.flight.shared.options.model,
+            "id": self.id, "object": object, "created": self.created, "model": self.call.model,
             "choices": choices,
         })
     }
@@ -193,6 +229,11 @@ impl AnswerStream {
         let reason = choice.done.then(|| self.answer.finish_reason(index));
         let first = choice.tokens == 1;
         let chunk = match self.answer.call.kind {
+            Kind::Generate => {
+                let chunk = self.answer.generated(index).to_string();
+                self.push(&chunk);
+                return self.end();
+            }
             Kind::Chat => {
                 if first {
                     let role = json!([{"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null}]);
@@ -205,6 +246,11 @@ impl AnswerStream {
         };
         let chunk = self.answer.chunk(chunk).to_string();
         self.push(&chunk);
+        self.end();
+    }
+
+    /// Makes the events after the last token, once it is there.
+    fn end(&mut self) {
         if self.answer.choices.iter().all(|choice| choice.done) {
             if self.answer.call.include_usage {
                 let mut last = self.answer.chunk(json!([]));

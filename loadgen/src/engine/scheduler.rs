@@ -8,12 +8,14 @@
 //! ```
 //! A step computes at most `step_tokens` tokens: first one for each running request (or the next piece of its prompt),
 //! then pieces of waiting prompts. Blocks that become full in a step are announced together, one event per request.
+//! What is stored when, and how much of a prompt can hit, is the engine kind's: [`Policy`].
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::cache::{Change, Page, PagedCache};
-use super::hash::{Algo, Digest, Salt, child, root};
+use super::cache::{Change, Page, PagedCache, Run};
+use super::hash::{Chain, Digest, Namespace};
 
 /// Names a request inside one engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,8 +30,8 @@ pub struct Request {
     pub prompt: Vec<u32>,
     /// The answer's tokens, in order, as long as the answer will be. At least one.
     pub answer: Vec<u32>,
-    /// What else enters the hash of its first block.
-    pub salt: Option<Salt>,
+    /// What else parts it from equal prompts.
+    pub namespace: Arc<Namespace>,
 }
 
 /// One token of an answer.
@@ -61,9 +63,54 @@ pub struct Model {
     /// Least duration of a step that computes prompt tokens.
     pub prefill_floor: Duration,
     /// How blocks are hashed.
-    pub algo: Algo,
-    /// The seed of the hash chain.
-    pub seed: String,
+    pub chain: Chain,
+    /// What is stored when.
+    pub policy: Policy,
+}
+
+/// What an engine kind caches of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// Each block once it is full; a hit is at most all tokens but the last. `drop_last`: speculation by EAGLE before
+    /// 0.33 gives up the last block found.
+    Vllm {
+        /// Whether a hit loses its last block.
+        drop_last: bool,
+    },
+    /// The prompt's pages after each of its pieces, those of the answer when it ends; one block for each page.
+    Sglang,
+    /// As SGLang, when the whole prompt is computed; the last token is never stored, and the rest that fills no block
+    /// is, as a partial block that nobody hits.
+    Trtllm,
+}
+
+impl Policy {
+    fn is_tree(self) -> bool {
+        !matches!(self, Self::Vllm { .. })
+    }
+
+    /// Blocks of a prompt of `tokens` tokens that a hit may have at most.
+    fn usable(self, tokens: usize, size: usize, reach: usize) -> usize {
+        match self {
+            Self::Vllm { .. } => ((tokens - 1) / size).min(tokens.saturating_sub(reach) / size),
+            Self::Sglang | Self::Trtllm => (tokens - 1).saturating_sub(reach) / size,
+        }
+    }
+}
+
+impl Model {
+    /// The digests of the blocks that `tokens` fill, after those `known` already.
+    fn digests(&self, known: &[Digest], tokens: &[u32], namespace: &Namespace) -> Vec<Digest> {
+        let (size, reach) = (self.block_tokens, self.chain.reach());
+        let mut parent = known.last().copied().unwrap_or_else(|| self.chain.root(namespace));
+        (known.len()..tokens.len().saturating_sub(reach) / size)
+            .map(|block| {
+                let window = &tokens[block * size..(block + 1) * size + reach];
+                parent = self.chain.child(&parent, window, block == 0, namespace);
+                parent
+            })
+            .collect()
+    }
 }
 
 /// Totals since the start.
@@ -83,7 +130,7 @@ pub struct Totals {
 #[derive(Debug)]
 struct Sequence {
     id: RequestId,
-    salt: Option<Salt>,
+    namespace: Arc<Namespace>,
     /// Prompt, then the answer as far as it is made.
     tokens: Vec<u32>,
     prompt_tokens: usize,
@@ -106,7 +153,6 @@ struct Sequence {
 #[derive(Debug)]
 pub struct Scheduler {
     model: Model,
-    root: Digest,
     cache: PagedCache,
     /// In order of admission: the last is preempted first.
     running: Vec<Sequence>,
@@ -118,9 +164,11 @@ impl Scheduler {
     /// A scheduler over an empty cache of `blocks` blocks.
     #[must_use]
     pub fn new(model: Model, blocks: usize) -> Self {
-        let root = root(model.algo, &model.seed);
-        let cache = PagedCache::new(blocks);
-        Self { model, root, cache, running: Vec::new(), waiting: VecDeque::new(), totals: Totals::default() }
+        let mut cache = PagedCache::new(blocks, model.policy.is_tree());
+        if model.policy == Policy::Sglang {
+            cache.announce_empty();
+        }
+        Self { model, cache, running: Vec::new(), waiting: VecDeque::new(), totals: Totals::default() }
     }
 
     /// Most tokens a request may have, answer included.
@@ -135,7 +183,7 @@ impl Scheduler {
         assert!(request.prompt.len() + request.answer.len() <= self.tokens_max(), "the caller checks the length");
         let mut sequence = Sequence {
             id: request.id,
-            salt: request.salt,
+            namespace: request.namespace,
             prompt_tokens: request.prompt.len(),
             tokens: request.prompt,
             answer: request.answer.into(),
@@ -146,7 +194,7 @@ impl Scheduler {
             scheduled: 0,
             cached_tokens: None,
         };
-        sequence.extend_digests(&self.model, &self.root);
+        sequence.extend_digests(&self.model);
         self.waiting.push_back(sequence);
     }
 
@@ -162,6 +210,27 @@ impl Scheduler {
     /// Drops the cache, unless requests run; announced with the next step.
     pub fn clear(&mut self) -> bool {
         self.cache.clear()
+    }
+
+    /// Puts the full blocks of `tokens` into the cache at once, as one run; false where it has no room for them.
+    pub fn insert(&mut self, tokens: &[u32]) -> bool {
+        let namespace = Arc::new(Namespace::default());
+        let digests = self.model.digests(&[], tokens, &namespace);
+        if digests.is_empty() || !self.cache.has_room(&[], digests.len()) {
+            return false;
+        }
+        let mut pages = self.cache.take(digests.len());
+        let end = digests.len() * self.model.block_tokens;
+        let after = tokens[end..end + self.model.chain.reach()].to_vec();
+        let run = Run { parent: None, digests, tokens: tokens[..end].to_vec(), after, namespace };
+        self.cache.store(&mut pages, &run);
+        self.cache.release(&pages);
+        true
+    }
+
+    /// What happened to the cache between steps, for engines that tell it at once.
+    pub fn take_changes(&mut self) -> Vec<Change> {
+        self.cache.take_changes()
     }
 
     /// Chooses what the next step computes and says how long that takes; none when there is nothing to do.
@@ -204,15 +273,21 @@ impl Scheduler {
             }
             let Some(token) = sequence.answer.pop_front() else { continue };
             sequence.tokens.push(token);
-            sequence.extend_digests(&self.model, &self.root);
+            sequence.extend_digests(&self.model);
             self.totals.answer_tokens += 1;
             let cached_tokens = sequence.cached_tokens.unwrap_or(0);
             outputs.push(Output { id: sequence.id, token, cached_tokens, last: sequence.answer.is_empty() });
         }
         let (finished, running) = std::mem::take(&mut self.running).into_iter().partition(|s| s.answer.is_empty());
         self.running = running;
-        let finished: Vec<Sequence> = finished;
-        finished.iter().for_each(|sequence| self.cache.release(&sequence.pages));
+        let mut finished: Vec<Sequence> = finished;
+        for sequence in &mut finished {
+            // The last token has no KV.
+            if self.model.policy.is_tree() {
+                sequence.store(&mut self.cache, &self.model, sequence.computed);
+            }
+            self.cache.release(&sequence.pages);
+        }
         (outputs, self.cache.take_changes())
     }
 
@@ -244,8 +319,12 @@ impl Scheduler {
         while self.running.len() < self.model.running_max && *budget > 0 {
             let Some(sequence) = self.waiting.front() else { break };
             // The last token is always computed: its result is what the answer's next token is drawn from.
-            let usable = (sequence.tokens.len() - 1) / self.model.block_tokens;
-            let hits = self.cache.lookup(&sequence.digests[..usable]);
+            let model = &self.model;
+            let usable = model.policy.usable(sequence.tokens.len(), model.block_tokens, model.chain.reach());
+            let mut hits = self.cache.lookup(&sequence.digests[..usable]);
+            if model.policy == (Policy::Vllm { drop_last: true }) {
+                hits.pop();
+            }
             let hit_tokens = hits.len() * self.model.block_tokens;
             let count = (sequence.tokens.len() - hit_tokens).min(*budget);
             let fresh = (hit_tokens + count).div_ceil(self.model.block_tokens) - hits.len();
@@ -270,23 +349,20 @@ impl Scheduler {
 
     /// Gives a running request `fresh` blocks for `count` tokens and stores the blocks that these fill.
     fn schedule(&mut self, place: usize, count: usize, fresh: usize) {
-        let size = self.model.block_tokens;
         let sequence = &mut self.running[place];
         sequence.scheduled = count;
         let pages = self.cache.take(fresh);
         sequence.pages.extend(pages);
-        let full = (sequence.computed + count) / size;
-        let from = sequence.stored_blocks;
-        if full > from {
-            let run = Change::Stored {
-                parent: from.checked_sub(1).map(|before| sequence.digests[before]),
-                digests: sequence.digests[from..full].to_vec(),
-                tokens: sequence.tokens[from * size..full * size].to_vec(),
-                salt: sequence.salt.as_ref().filter(|_| from == 0).map(|salt| salt.text().to_owned()),
-            };
-            self.cache.store(&sequence.pages[from..full], run);
-            sequence.stored_blocks = full;
-        }
+        let after = sequence.computed + count;
+        let keyed = match self.model.policy {
+            Policy::Vllm { .. } => after,
+            Policy::Sglang if after <= sequence.prompt_tokens => after,
+            Policy::Trtllm if sequence.computed < sequence.prompt_tokens && after >= sequence.prompt_tokens => {
+                sequence.prompt_tokens - 1
+            }
+            Policy::Sglang | Policy::Trtllm => return,
+        };
+        sequence.store(&mut self.cache, &self.model, keyed);
     }
 
     /// Requests that have blocks.
@@ -319,13 +395,44 @@ impl Sequence {
         (self.computed + count).div_ceil(block_tokens).saturating_sub(self.pages.len())
     }
 
-    fn extend_digests(&mut self, model: &Model, root: &Digest) {
-        let size = model.block_tokens;
-        for block in self.digests.len()..self.tokens.len() / size {
-            let parent = self.digests.last().unwrap_or(root);
-            let salt = self.salt.as_ref().filter(|_| block == 0);
-            self.digests.push(child(model.algo, parent, &self.tokens[block * size..(block + 1) * size], salt));
+    fn extend_digests(&mut self, model: &Model) {
+        let more = model.digests(&self.digests, &self.tokens, &self.namespace);
+        self.digests.extend(more);
+    }
+
+    /// Stores the blocks that the first `keyed` tokens fill, as far as they are not stored yet.
+    fn store(&mut self, cache: &mut PagedCache, model: &Model, keyed: usize) {
+        let (size, from) = (model.block_tokens, self.stored_blocks);
+        let own = if model.policy.is_tree() { keyed.saturating_sub(model.chain.reach()) } else { keyed };
+        let full = (own / size).min(self.digests.len());
+        if full > from {
+            let run = Run {
+                parent: from.checked_sub(1).map(|before| self.digests[before]),
+                digests: self.digests[from..full].to_vec(),
+                tokens: self.tokens[from * size..full * size].to_vec(),
+                after: self.tokens[full * size..full * size + model.chain.reach()].to_vec(),
+                namespace: Arc::clone(&self.namespace),
+            };
+            cache.store(&mut self.pages[from..full], &run);
+            self.stored_blocks = full;
         }
+        if model.policy == Policy::Trtllm && keyed > full * size && full >= from {
+            self.store_partial(cache, model, full, keyed);
+        }
+    }
+
+    /// Stores the tokens up to `keyed` that do not fill block `place`, unless they are stored already.
+    fn store_partial(&mut self, cache: &mut PagedCache, model: &Model, place: usize, keyed: usize) {
+        let parent = place.checked_sub(1).map(|before| self.digests[before]);
+        let root = model.chain.root(&self.namespace);
+        let tokens = self.tokens[place * model.block_tokens..keyed].to_vec();
+        let digest = model.chain.child(&parent.unwrap_or(root), &tokens, place == 0, &self.namespace);
+        if cache.holds(&digest) {
+            return;
+        }
+        let namespace = Arc::clone(&self.namespace);
+        let run = Run { parent, digests: vec![digest], tokens, after: Vec::new(), namespace };
+        cache.store(&mut self.pages[place..=place], &run);
     }
 
     fn start_over(&mut self, cache: &mut PagedCache) {

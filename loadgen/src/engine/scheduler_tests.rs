@@ -1,7 +1,9 @@
 //! What a user of the scheduler may rely on.
 
 use super::*;
+use crate::engine::hash::vllm::{self, Algo};
 use crate::engine::testing::Random;
+use crate::engine::wire::Release;
 
 fn model() -> Model {
     Model {
@@ -11,13 +13,18 @@ fn model() -> Model {
         prefill_tokens_per_second: 1000.0,
         decode_tokens_per_second: 100.0,
         prefill_floor: Duration::ZERO,
-        algo: Algo::XxhashCbor,
-        seed: "0".to_owned(),
+        chain: Chain::Vllm(vllm::Chain::new(Algo::XxhashCbor, "0", Release::new(33, 0), 4, 0)),
+        policy: Policy::Vllm { drop_last: false },
     }
 }
 
 fn request(id: u64, prompt: impl IntoIterator<Item = u32>, answer: usize) -> Request {
-    Request { id: RequestId(id), prompt: prompt.into_iter().collect(), answer: vec![7; answer], salt: None }
+    Request {
+        id: RequestId(id),
+        prompt: prompt.into_iter().collect(),
+        answer: vec![7; answer],
+        namespace: Arc::default(),
+    }
 }
 
 /// Runs until nothing is left; outputs, changes and the simulated time.
@@ -34,7 +41,7 @@ fn drain(scheduler: &mut Scheduler) -> (Vec<Output>, Vec<Change>, Duration) {
 
 /// Lengths of the runs stored, and of the evictions between.
 fn stored(changes: &[Change]) -> Vec<usize> {
-    changes.iter().map(|change| if let Change::Stored { digests, .. } = change { digests.len() } else { 0 }).collect()
+    changes.iter().map(|change| if let Change::Stored(run) = change { run.digests.len() } else { 0 }).collect()
 }
 
 #[test]
@@ -47,7 +54,7 @@ fn a_cold_prompt_is_stored_in_pieces_and_then_block_by_block() {
     // 34 prompt tokens in steps of 16, then 11 decoded tokens with KV: 45 tokens are 11 full blocks.
     assert_eq!(stored(&changes), [4, 4, 1, 1, 1]);
     let chained = changes.windows(2).all(|pair| match (&pair[0], &pair[1]) {
-        (Change::Stored { digests, .. }, Change::Stored { parent, .. }) => parent.as_ref() == digests.last(),
+        (Change::Stored(run), Change::Stored(next)) => next.parent.as_ref() == run.digests.last(),
         _ => false,
     });
     assert!(chained, "each run's parent is the last block of the run before");
@@ -130,8 +137,8 @@ fn a_reset_is_announced_with_the_next_step() {
 fn a_salt_parts_equal_prompts() {
     let mut scheduler = Scheduler::new(model(), 64);
     for (id, salt, cached) in [(1, None, 0), (2, Some("a"), 0), (3, Some("b"), 0), (4, Some("a"), 8), (5, None, 8)] {
-        let salt = salt.map(|salt| Salt::new(salt.to_owned(), true));
-        scheduler.add(Request { salt, ..request(id, 0..10, 1) });
+        let namespace = Arc::new(Namespace { salt: salt.map(str::to_owned), ..Namespace::default() });
+        scheduler.add(Request { namespace, ..request(id, 0..10, 1) });
         assert_eq!(drain(&mut scheduler).0[0].cached_tokens, cached, "request {id}");
     }
 }
@@ -140,8 +147,8 @@ fn a_salt_parts_equal_prompts() {
 fn replay(copies: &mut HashMap<u64, usize>, changes: &[Change]) {
     for change in changes {
         match change {
-            Change::Stored { digests, .. } => {
-                digests.iter().for_each(|digest| *copies.entry(digest.key()).or_default() += 1);
+            Change::Stored(run) => {
+                run.digests.iter().for_each(|digest| *copies.entry(digest.key()).or_default() += 1);
             }
             Change::Removed(digest) => {
                 let left = copies.get_mut(&digest.key()).expect("what is removed was stored");

@@ -1,13 +1,16 @@
 //! What an engine's parts share: options, model, the way to the scheduler, and counts.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use serde::Serialize;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::drain::Drain;
 use super::driver::Command;
+use super::fault::Health;
 use super::options::EngineOptions;
+use super::publisher::BoundAddresses;
 use super::scheduler::RequestId;
 use super::text::ModelText;
 
@@ -42,6 +45,28 @@ pub struct EngineStats {
     pub batches: u64,
     /// Event batches that the publisher's full queue refused.
     pub lost_batches: u64,
+    /// Calls of TensorRT-LLM's drain.
+    pub drains: u64,
+    /// Events that the fault `second_drainer` took.
+    pub stolen_events: u64,
+    /// Events that TensorRT-LLM's full buffer dropped.
+    pub overflowed_events: u64,
+    /// Reads of paths that a gateway must not read, because they are destructive.
+    pub metrics_touched: u64,
+}
+
+impl std::ops::AddAssign for EngineStats {
+    /// Adds what a rank counts.
+    fn add_assign(&mut self, rank: Self) {
+        self.prompt_tokens += rank.prompt_tokens;
+        self.cached_tokens += rank.cached_tokens;
+        self.answer_tokens += rank.answer_tokens;
+        self.preemptions += rank.preemptions;
+        self.running += rank.running;
+        self.waiting += rank.waiting;
+        self.used_blocks += rank.used_blocks;
+        self.batches += rank.batches;
+    }
 }
 
 /// The last prompt that arrived, for `GET /debug/last`.
@@ -68,35 +93,74 @@ pub struct Counters {
     pub bytes_in: AtomicU64,
     pub bytes_out: AtomicU64,
     pub lost_batches: Arc<AtomicU64>,
+    pub metrics_touched: AtomicU64,
+}
+
+/// What a rank's scheduler and the rest know of each other.
+pub struct RankLink {
+    /// To the scheduler. At most `max_requests` are open, and each sends at most two.
+    pub commands: UnboundedSender<Command>,
     /// Requests given to the scheduler and not yet done.
     pub open: AtomicUsize,
+    /// Its counts, as of the last step.
+    pub scheduled: Mutex<EngineStats>,
+    /// Where its events are published; none for kinds without a publisher.
+    pub bound: Option<BoundAddresses>,
 }
 
 /// The parts' common ground.
 pub struct Shared {
-    pub options: EngineOptions,
-    pub text: Arc<ModelText>,
-    /// To the scheduler. At most `max_requests` are open, and each sends at most two.
-    pub commands: UnboundedSender<Command>,
+    /// Replaced as a whole by faults.
+    options: RwLock<Arc<EngineOptions>>,
+    /// Replaced as a whole by the fault `template`.
+    text: RwLock<Arc<ModelText>>,
+    pub ranks: Vec<RankLink>,
     pub counters: Counters,
-    /// The scheduler's counts, as of the last step.
-    pub scheduled: Mutex<EngineStats>,
     pub last: Mutex<Option<LastRequest>>,
+    /// TensorRT-LLM's queue of events.
+    pub drain: Option<Drain>,
+    pub second_drainer: AtomicBool,
+    pub health: Mutex<Health>,
     next_id: AtomicU64,
+    next_rank: AtomicUsize,
 }
 
 impl Shared {
-    /// At the start: nothing counted.
-    pub fn new(options: EngineOptions, text: Arc<ModelText>, commands: UnboundedSender<Command>) -> Self {
+    /// At the start: nothing counted. There is at least one rank.
+    pub fn new(options: EngineOptions, text: Arc<ModelText>, ranks: Vec<RankLink>, drain: Option<Drain>) -> Self {
+        assert!(!ranks.is_empty(), "an engine has a rank");
         Self {
-            options,
-            text,
-            commands,
+            options: RwLock::new(Arc::new(options)),
+            text: RwLock::new(text),
+            ranks,
             counters: Counters::default(),
-            scheduled: Mutex::default(),
             last: Mutex::default(),
+            drain,
+            second_drainer: AtomicBool::new(false),
+            health: Mutex::default(),
             next_id: AtomicU64::new(0),
+            next_rank: AtomicUsize::new(0),
         }
+    }
+
+    /// The options as they are now.
+    pub fn options(&self) -> Arc<EngineOptions> {
+        Arc::clone(&self.options.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Replaces the options; a scheduler takes them up when it starts over.
+    pub fn set_options(&self, options: EngineOptions) {
+        *self.options.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(options);
+    }
+
+    /// The model's text side as it is now.
+    pub fn text(&self) -> Arc<ModelText> {
+        Arc::clone(&self.text.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Replaces the model's text side.
+    pub fn set_text(&self, text: ModelText) {
+        *self.text.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(text);
     }
 
     /// A name that no other request of this engine has.
@@ -104,10 +168,30 @@ impl Shared {
         RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
+    /// Requests that are not done.
+    pub fn open(&self) -> usize {
+        self.ranks.iter().map(|rank| rank.open.load(Ordering::Relaxed)).sum()
+    }
+
+    /// The rank that the engine's own balancing chooses: one with the fewest open requests, in turn among equals.
+    pub fn balance(&self) -> usize {
+        let count = self.ranks.len();
+        let turn = self.next_rank.fetch_add(1, Ordering::Relaxed);
+        let order = (0..count).map(|step| (turn + step) % count);
+        order.min_by_key(|rank| self.ranks[*rank].open.load(Ordering::Relaxed)).unwrap_or(0)
+    }
+
+    /// A rank's counts.
+    pub fn rank_stats(&self, rank: usize) -> EngineStats {
+        self.ranks[rank].scheduled.lock().map(|stats| *stats).unwrap_or_default()
+    }
+
     /// All counts.
     pub fn stats(&self) -> EngineStats {
-        let scheduled = self.scheduled.lock().map(|stats| *stats).unwrap_or_default();
+        let mut sum = EngineStats::default();
+        (0..self.ranks.len()).for_each(|rank| sum += self.rank_stats(rank));
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let drained = |pick: fn(&Drain) -> &AtomicU64| self.drain.as_ref().map_or(0, |drain| read(pick(drain)));
         EngineStats {
             requests: read(&self.counters.requests),
             completed: read(&self.counters.completed),
@@ -115,7 +199,11 @@ impl Shared {
             bytes_in: read(&self.counters.bytes_in),
             bytes_out: read(&self.counters.bytes_out),
             lost_batches: read(&self.counters.lost_batches),
-            ..scheduled
+            drains: drained(|drain| &drain.calls),
+            stolen_events: drained(|drain| &drain.stolen),
+            overflowed_events: drained(|drain| &drain.overflowed),
+            metrics_touched: read(&self.counters.metrics_touched),
+            ..sum
         }
     }
 }

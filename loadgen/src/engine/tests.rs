@@ -1,93 +1,14 @@
 //! Whole engines over real sockets, on loopback and free ports.
 
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::time::{Duration, Instant};
+use std::io::{Read, Write};
+use std::net::Shutdown;
 
 use serde_json::{Value, json};
 
+use super::client::{PATIENCE, call, connect, decode_all, eventually, get, post, replay_of, send, start};
 use super::testing::Random;
 use super::*;
-
-/// Longest wait for anything.
-const PATIENCE: Duration = Duration::from_secs(20);
-
-fn start(change: impl FnOnce(&mut EngineOptions)) -> EngineHandle {
-    let mut options = EngineOptions::ephemeral();
-    change(&mut options);
-    Engine::start(&options).expect("free ports and the embedded model need nothing")
-}
-
-fn connect(address: SocketAddr) -> TcpStream {
-    let stream = TcpStream::connect(address).expect("the engine listens");
-    stream.set_read_timeout(Some(PATIENCE)).expect("a time-out can be set");
-    stream
-}
-
-fn send(stream: &mut TcpStream, method: &str, path: &str, body: &[u8]) {
-    let head =
-        format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n", body.len());
-    stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(body)).expect("the engine reads");
-}
-
-/// Status and body of an answer; chunks are joined.
-fn receive(stream: TcpStream) -> (u16, Vec<u8>) {
-    let mut reader = BufReader::new(stream);
-    let (mut status, mut chunked) = (0, false);
-    loop {
-        let mut line = String::new();
-        reader.read_line(&mut line).expect("the engine answers");
-        match line.trim_end() {
-            "" => break,
-            line if line.starts_with("HTTP/1.1 ") => status = line[9..12].parse().expect("a status is a number"),
-            line => chunked |= line.eq_ignore_ascii_case("transfer-encoding: chunked"),
-        }
-    }
-    let mut body = Vec::new();
-    if !chunked {
-        reader.read_to_end(&mut body).expect("the engine answers to the end");
-        return (status, body);
-    }
-    loop {
-        let mut line = String::new();
-        reader.read_line(&mut line).expect("a chunk has a size");
-        let size = usize::from_str_radix(line.trim_end(), 16).expect("a chunk size is hex");
-        let mut chunk = vec![0; size + 2];
-        reader.read_exact(&mut chunk).expect("a chunk is as long as it says");
-        if size == 0 {
-            return (status, body);
-        }
-        body.extend_from_slice(&chunk[..size]);
-    }
-}
-
-fn call(engine: &EngineHandle, method: &str, path: &str, body: &[u8]) -> (u16, Vec<u8>) {
-    let mut stream = connect(engine.http_addr);
-    send(&mut stream, method, path, body);
-    receive(stream)
-}
-
-fn post(engine: &EngineHandle, path: &str, body: Value) -> Value {
-    let (status, body) = call(engine, "POST", path, body.to_string().as_bytes());
-    assert_eq!(status, 200, "{}", String::from_utf8_lossy(&body));
-    serde_json::from_slice(&body).expect("the answer is JSON")
-}
-
-fn get(engine: &EngineHandle, path: &str) -> Value {
-    let (status, body) = call(engine, "GET", path, b"");
-    assert_eq!(status, 200);
-    serde_json::from_slice(&body).expect("the answer is JSON")
-}
-
-/// Asks until the answer is yes.
-fn eventually(what: &str, mut check: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !check() {
-        assert!(start.elapsed() < PATIENCE, "{what} did not happen");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
 
 /// The objects of a stream; the last line must be the end marker.
 fn events(body: &[u8]) -> Vec<Value> {
@@ -154,10 +75,11 @@ fn tokenize_gives_the_ids_that_are_hashed() {
     let mut chat = chat;
     chat["max_tokens"] = json!(1);
     post(&engine, "/v1/chat/completions", chat);
-    let mut parent = hash::root(Algo::Sha256Cbor, "0");
+    let chain = hash::vllm::Chain::new(Algo::Sha256Cbor, "0", Release::new(33, 0), 4, 0);
+    let mut parent = chain.root();
     let mut keys: Vec<u64> = Vec::new();
-    for block in tokens.chunks_exact(4) {
-        parent = hash::child(Algo::Sha256Cbor, &parent, block, None);
+    for (index, block) in tokens.chunks_exact(4).enumerate() {
+        parent = chain.child(&parent, block, index == 0, &hash::Namespace::default());
         keys.push(parent.key());
     }
     let held = engine.cached_keys().expect("the engine runs");
@@ -253,48 +175,10 @@ fn a_stopped_engine_leaves_its_ports_to_the_next() {
     assert_eq!(call(&second, "GET", "/health", b"").0, 200);
 }
 
-// What follows reads events with a decoder of its own: as much MessagePack as the engine writes.
-
-fn decode(bytes: &mut &[u8]) -> Value {
-    fn take<'a>(bytes: &mut &'a [u8], count: usize) -> &'a [u8] {
-        let (head, rest) = bytes.split_at(count);
-        *bytes = rest;
-        head
-    }
-    fn number(bytes: &mut &[u8], count: usize) -> u64 {
-        take(bytes, count).iter().fold(0, |number, byte| number << 8 | u64::from(*byte))
-    }
-    let list = |bytes: &mut &[u8], count: u64| Value::Array((0..count).map(|_| decode(bytes)).collect());
-    let text = |bytes: &mut &[u8], count: usize| Value::from(String::from_utf8_lossy(take(bytes, count)).into_owned());
-    let map = |bytes: &mut &[u8], count: u64| {
-        let pair = |_| (decode(bytes).as_str().expect("keys are strings").to_owned(), decode(bytes));
-        Value::Object((0..count).map(pair).collect())
-    };
-    match number(bytes, 1) as u8 {
-        byte @ 0..=0x7f => Value::from(byte),
-        byte @ 0x80..=0x8f => map(bytes, u64::from(byte & 15)),
-        byte @ 0x90..=0x9f => list(bytes, u64::from(byte & 15)),
-        byte @ 0xa0..=0xbf => text(bytes, usize::from(byte & 31)),
-        0xc0 => Value::Null,
-        0xcb => Value::from(f64::from_bits(number(bytes, 8))),
-        byte @ 0xcc..=0xcf => Value::from(number(bytes, 1 << (byte - 0xcc))),
-        0xdc => {
-            let count = number(bytes, 2);
-            list(bytes, count)
-        }
-        0xde => {
-            let count = number(bytes, 2);
-            map(bytes, count)
-        }
-        byte => panic!("the engine does not write {byte:02x}"),
-    }
-}
-
 /// Applies a payload to copies per key, whichever the wire form.
 fn apply(copies: &mut HashMap<u64, usize>, payload: &[u8]) {
-    let mut rest = payload;
-    let batch = decode(&mut rest);
-    assert!(rest.is_empty() && batch[2] == 0, "a batch ends with rank 0");
+    let batch = decode_all(payload);
+    assert_eq!(batch[2], 0, "a batch ends with rank 0");
     for event in batch[1].as_array().expect("a batch has events") {
         let field = |place: usize, name: &str| if event.is_array() { &event[place] } else { &event[name] };
         let hashes =
@@ -314,23 +198,8 @@ fn apply(copies: &mut HashMap<u64, usize>, payload: &[u8]) {
     }
 }
 
-/// Asks the replay socket for everything from `start`; the messages without their delimiter, end marker included.
 fn replay(engine: &EngineHandle, start: u64) -> Vec<Vec<Vec<u8>>> {
-    let context = zmq::Context::new();
-    let socket = context.socket(zmq::DEALER).expect("a socket");
-    socket.set_linger(0).and_then(|()| socket.set_rcvtimeo(PATIENCE.as_millis() as i32)).expect("options");
-    socket.connect(&format!("tcp://{}", engine.replay_addr.expect("replay is on"))).expect("the address is right");
-    socket.send_multipart([Vec::new(), start.to_be_bytes().to_vec()], 0).expect("it is sent");
-    let mut messages = Vec::new();
-    loop {
-        let mut frames = socket.recv_multipart(0).expect("replay answers to its end");
-        assert!(frames.remove(0).is_empty(), "the delimiter is first");
-        let end = frames.iter().any(|frame| *frame == u64::MAX.to_be_bytes());
-        messages.push(frames);
-        if end {
-            return messages;
-        }
-    }
+    replay_of(engine, 0, start)
 }
 
 #[test]
@@ -402,10 +271,14 @@ fn the_published_stream_replayed_is_the_cache() {
 
 #[test]
 fn nothing_here_uses_the_gateway_s_code() {
-    let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/engine");
+    let mut open = vec![std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/engine")];
     let mut files = 0;
-    for entry in std::fs::read_dir(directory).expect("our own source is here") {
-        let path = entry.expect("our own source can be listed").path();
+    while let Some(path) = open.pop() {
+        if path.is_dir() {
+            let entries = std::fs::read_dir(path).expect("our own source is here");
+            open.extend(entries.map(|entry| entry.expect("our own source can be listed").path()));
+            continue;
+        }
         let source = std::fs::read_to_string(&path).expect("our own source can be read");
         files += 1;
         for krate in ["shards", "kvlane"] {
@@ -414,5 +287,5 @@ fn nothing_here_uses_the_gateway_s_code() {
             assert_eq!(found, None, "{} uses the gateway's code", path.display());
         }
     }
-    assert!(files > 10, "only {files} files were read");
+    assert!(files > 30, "only {files} files were read");
 }

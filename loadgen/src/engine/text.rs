@@ -1,6 +1,7 @@
 //! From requests to token ids and from answers to text, with the model's own files.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde_json::{Map, Value};
 use tokenizers::pipeline::{EncodeOptions, Override, PipelineTokenizer};
@@ -17,12 +18,14 @@ const WORD_IDS_MAX: u32 = 60_000;
 
 /// A model's tokenizer and template, and the words its answers are made of.
 pub struct ModelText {
-    tokenizer: PipelineTokenizer,
+    tokenizer: Arc<PipelineTokenizer>,
     template: Option<Template>,
+    /// Names a template may use besides the request's.
+    constants: Map<String, Value>,
     id_max: u32,
     /// Tokens that are one lower-case word with a space before it, with their text: joined, they are encoded to the
     /// same ids again, so that an answer sent back in the next turn is a prefix hit as on a real engine.
-    words: Vec<(u32, String)>,
+    words: Arc<[(u32, String)]>,
 }
 
 impl ModelText {
@@ -59,7 +62,23 @@ impl ModelText {
             .map(|source| Template::new(source, special_tokens(&config)))
             .transpose()
             .map_err(|e| EngineError::model(&config_path, e.to_string()))?;
-        Ok(Self { tokenizer, template, id_max, words })
+        Ok(Self {
+            tokenizer: Arc::new(tokenizer),
+            template,
+            constants: special_tokens(&config),
+            id_max,
+            words: words.into(),
+        })
+    }
+
+    /// The same model with another chat template.
+    ///
+    /// # Errors
+    /// The template's syntax is wrong.
+    pub fn with_template(&self, source: &str) -> Result<Self, String> {
+        let template = Template::new(source.to_owned(), self.constants.clone()).map_err(|error| error.to_string())?;
+        let (tokenizer, words) = (Arc::clone(&self.tokenizer), Arc::clone(&self.words));
+        Ok(Self { tokenizer, template: Some(template), constants: self.constants.clone(), id_max: self.id_max, words })
     }
 
     /// The ids of a text.

@@ -1,6 +1,7 @@
 //! KV cache events and how a vLLM release writes them: arrays of all fields up to 0.23, maps without empty optional
 //! fields from 0.24. Which fields exist depends on the release.
 
+use std::borrow::Cow;
 use std::str::FromStr;
 
 use super::msgpack::Writer;
@@ -111,15 +112,64 @@ pub enum ExtraKey {
     Item(String, i64),
 }
 
-/// One event about the device cache of a full-attention model.
+/// Where blocks lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// `GPU`, `CPU`, or a connector's name for a tier.
+    pub medium: Cow<'static, str>,
+    /// The group of layers; none where an old connector does not tell it.
+    pub group: Option<u64>,
+    /// What kind of attention the group has.
+    pub kind: Option<Cow<'static, str>>,
+    /// Tokens that a sliding window sees.
+    pub window: Option<u64>,
+    /// `LOCAL` or `REMOTE`.
+    pub locality: Option<String>,
+    /// Which tier owns the blocks.
+    pub ownership: Option<String>,
+}
+
+impl Default for Place {
+    /// The device cache of a full-attention model.
+    fn default() -> Self {
+        Self {
+            medium: Cow::Borrowed("GPU"),
+            group: Some(0),
+            kind: Some(Cow::Borrowed("full_attention")),
+            window: None,
+            locality: None,
+            ownership: None,
+        }
+    }
+}
+
+impl Place {
+    /// The second group of a hybrid model, whose layers see `window` tokens.
+    #[must_use]
+    pub fn sliding(window: u64) -> Self {
+        let kind = Some(Cow::Borrowed("sliding_window"));
+        Self { group: Some(1), kind, window: Some(window), ..Self::default() }
+    }
+
+    /// The host tier as an offloading connector of a release names it.
+    #[must_use]
+    pub fn host(release: Release) -> Self {
+        let group = release.is_map().then_some(0);
+        Self { medium: Cow::Borrowed("CPU"), group, kind: None, ..Self::default() }
+    }
+}
+
+/// One event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Consecutive blocks became full.
     Stored(Stored),
     /// One physical block was evicted.
-    Removed(BlockHash),
+    Removed(BlockHash, Place),
     /// The whole cache was dropped.
     Cleared,
+    /// What no engine says: a stored event whose hashes are a string, well-formed MessagePack otherwise.
+    Malformed,
 }
 
 /// What `BlockStored` says.
@@ -127,18 +177,20 @@ pub enum Event {
 pub struct Stored {
     /// The blocks, in order.
     pub hashes: Vec<BlockHash>,
-    /// The block before the first; none for the first block of a sequence.
+    /// The block before the first; none for the first block of a sequence, and for all of a host tier.
     pub parent: Option<BlockHash>,
-    /// Tokens of all blocks.
+    /// Tokens of all blocks; of the whole span where a group skips blocks; none of a host tier.
     pub tokens: Vec<u32>,
-    /// Tokens in a block.
+    /// Tokens in a block; 0 of a host tier.
     pub block_tokens: u64,
     /// The adapter's number in the engine process.
     pub lora_id: Option<u64>,
+    /// Where the blocks lie.
+    pub place: Place,
     /// The adapter's name.
     pub lora_name: Option<String>,
     /// Per block, what entered its hash besides tokens.
-    pub extra_keys: Vec<Option<Vec<ExtraKey>>>,
+    pub extra_keys: Option<Vec<Option<Vec<ExtraKey>>>>,
     /// The client's session.
     pub session_id: Option<String>,
     /// Per block, the tokens after it that entered its hash.
@@ -199,15 +251,25 @@ fn encode_event(writer: &mut Writer, release: Release, event: &Event) {
             let present = |field: usize| field < STORED_OPTIONAL_FROM || stored.has(field);
             encode_struct(writer, release, "BlockStored", names, present, |writer, field| stored.encode(writer, field));
         }
-        Event::Removed(hash) => {
+        Event::Removed(hash, place) => {
             let names = &REMOVED_FIELDS[..release.removed_fields()];
-            let present = |field: usize| field <= REMOVED_OPTIONAL_FROM;
+            let present = |field: usize| match field {
+                REMOVED_OPTIONAL_FROM => place.group.is_some(),
+                3 => place.locality.is_some(),
+                4 => place.ownership.is_some(),
+                _ => true,
+            };
             encode_struct(writer, release, "BlockRemoved", names, present, |writer, field| match field {
                 0 => encode_hashes(writer, std::slice::from_ref(hash)),
-                1 => writer.text("GPU"),
-                2 => writer.unsigned(0),
-                _ => writer.nil(),
+                1 => writer.text(&place.medium),
+                2 => encode_option(writer, place.group, Writer::unsigned),
+                3 => encode_option(writer, place.locality.as_deref(), Writer::text),
+                _ => encode_option(writer, place.ownership.as_deref(), Writer::text),
             });
+        }
+        Event::Malformed => {
+            let names = &STORED_FIELDS[..1];
+            encode_struct(writer, release, "BlockStored", names, |_| true, |writer, _| writer.text("no list"));
         }
         Event::Cleared => {
             encode_struct(writer, release, "AllBlocksCleared", &[], |_| true, |writer, _| writer.nil());
@@ -249,7 +311,12 @@ impl Stored {
     /// Whether the optional field at this place has a value.
     fn has(&self, field: usize) -> bool {
         match field {
-            7..=9 => true,
+            7 => self.extra_keys.is_some(),
+            8 => self.place.group.is_some(),
+            9 => self.place.kind.is_some(),
+            10 => self.place.window.is_some(),
+            11 => self.place.locality.is_some(),
+            12 => self.place.ownership.is_some(),
             13 => self.session_id.is_some(),
             14 => self.lookahead.is_some(),
             _ => false,
@@ -263,11 +330,14 @@ impl Stored {
             2 => encode_tokens(writer, &self.tokens),
             3 => writer.unsigned(self.block_tokens),
             4 => encode_option(writer, self.lora_id, Writer::unsigned),
-            5 => writer.text("GPU"),
+            5 => writer.text(&self.place.medium),
             6 => encode_option(writer, self.lora_name.as_deref(), Writer::text),
-            7 => self.encode_extra_keys(writer),
-            8 => writer.unsigned(0),
-            9 => writer.text("full_attention"),
+            7 => encode_option(writer, self.extra_keys.as_deref(), encode_extra_keys),
+            8 => encode_option(writer, self.place.group, Writer::unsigned),
+            9 => encode_option(writer, self.place.kind.as_deref(), Writer::text),
+            10 => encode_option(writer, self.place.window, Writer::unsigned),
+            11 => encode_option(writer, self.place.locality.as_deref(), Writer::text),
+            12 => encode_option(writer, self.place.ownership.as_deref(), Writer::text),
             13 => encode_option(writer, self.session_id.as_deref(), Writer::text),
             14 => encode_option(writer, self.lookahead.as_deref(), |writer, lists| {
                 writer.array(lists.len());
@@ -276,25 +346,25 @@ impl Stored {
             _ => writer.nil(),
         }
     }
+}
 
-    fn encode_extra_keys(&self, writer: &mut Writer) {
-        writer.array(self.extra_keys.len());
-        for keys in &self.extra_keys {
-            encode_option(writer, keys.as_deref(), |writer, keys| {
-                writer.array(keys.len());
-                for key in keys {
-                    match key {
-                        ExtraKey::Text(text) => writer.text(text),
-                        ExtraKey::Bytes(bytes) => writer.binary(bytes),
-                        ExtraKey::Item(name, offset) => {
-                            writer.array(2);
-                            writer.text(name);
-                            writer.signed(*offset);
-                        }
+fn encode_extra_keys(writer: &mut Writer, blocks: &[Option<Vec<ExtraKey>>]) {
+    writer.array(blocks.len());
+    for keys in blocks {
+        encode_option(writer, keys.as_deref(), |writer, keys| {
+            writer.array(keys.len());
+            for key in keys {
+                match key {
+                    ExtraKey::Text(text) => writer.text(text),
+                    ExtraKey::Bytes(bytes) => writer.binary(bytes),
+                    ExtraKey::Item(name, offset) => {
+                        writer.array(2);
+                        writer.text(name);
+                        writer.signed(*offset);
                     }
                 }
-            });
-        }
+            }
+        });
     }
 }
 
@@ -349,16 +419,18 @@ mod tests {
         }
     }
 
-    /// The event as our type; none where it is not about the device cache of a full-attention group.
     fn event(value: &Value) -> Option<Event> {
-        let ours = |name: &str, wanted: &str| value[name].is_null() || value[name] == wanted;
-        let group = value["group_idx"].is_null() || value["group_idx"] == 0;
-        if !ours("medium", "GPU") || !ours("kv_cache_spec_kind", "full_attention") || !group {
-            return None;
-        }
         let strings = |name: &str| value[name].as_str().map(str::to_owned);
+        let place = Place {
+            medium: strings("medium").map_or(Cow::Borrowed("GPU"), Cow::Owned),
+            group: value["group_idx"].as_u64(),
+            kind: strings("kv_cache_spec_kind").map(Cow::Owned),
+            window: value["kv_cache_spec_sliding_window"].as_u64(),
+            locality: strings("locality"),
+            ownership: strings("ownership"),
+        };
         Some(match value["type"].as_str()? {
-            "BlockRemoved" => Event::Removed(hash(&value["block_hashes"][0])?),
+            "BlockRemoved" => Event::Removed(hash(&value["block_hashes"][0])?, place),
             "AllBlocksCleared" => Event::Cleared,
             "BlockStored" => Event::Stored(Stored {
                 hashes: value["block_hashes"].as_array()?.iter().filter_map(hash).collect(),
@@ -366,8 +438,9 @@ mod tests {
                 tokens: serde_json::from_value(value["token_ids"].clone()).ok()?,
                 block_tokens: value["block_size"].as_u64()?,
                 lora_id: number(&value["lora_id"]),
+                place,
                 lora_name: strings("lora_name"),
-                extra_keys: value["extra_keys"].as_array().map_or_else(Vec::new, |blocks| {
+                extra_keys: value["extra_keys"].as_array().map(|blocks| {
                     blocks.iter().map(|keys| keys.as_array().map(|keys| keys.iter().map(extra_key).collect())).collect()
                 }),
                 session_id: strings("session_id"),
@@ -386,16 +459,13 @@ mod tests {
             let release: Release = id.split('/').next().unwrap_or_default().parse().expect("ids begin with a release");
             let input = &case["input"];
             let listed = input["events"].as_array().expect("a batch has events");
-            let events: Vec<_> = listed.iter().filter_map(event).collect();
-            if events.len() < listed.len() {
-                continue;
-            }
+            let events: Vec<_> = listed.iter().map(|value| event(value).expect("the event is vLLM's")).collect();
             let time = input["ts"].as_f64().expect("a batch has a time");
             let payload = encode_batch(release, time, &events, input["data_parallel_rank"].as_u64());
             assert_eq!(payload, unhex(case["payload_hex"].as_str().expect("a case has a payload")), "{id}");
             checked += 1;
         }
-        assert_eq!(checked, 145, "payloads about the device cache of a full-attention group");
+        assert_eq!(checked, 191, "all payloads");
     }
 
     #[test]
