@@ -408,7 +408,7 @@ mod tests {
             (r#"{"messages":"x"}"#, MissReason::Tokenize),
             (r#"{"messages":[{"content":"x"}]}"#, MissReason::Tokenize),
             (
-                r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}"#,
+                r#"{"messages":[{"role":"user","content":[{"type":"unheard_of","image_url":{"url":"x"}}]}]}"#,
                 MissReason::Tokenize,
             ),
             (r#"{"messages":[{"role":"user","content":"x"}],"tools":[]}"#, MissReason::Tokenize),

@@ -58,7 +58,7 @@ fn with_a_tokenizer_alone_only_qwen_is_assumed() {
     // The special tokens are not known: printing nothing for them would be a wrong text.
     assert_eq!(render(&model, Some(&"{{ bos_token }}x".into()), false), Err(MissReason::Template));
     let model = small_model(test, "m", None, Some("{{ bos_token }}x")).unwrap();
-    assert_eq!(render(&model, None, false), Err(MissReason::Template));
+    assert_eq!(render(&model, None, false), Err(MissReason::EngineRendered));
     assert!(model.template_problem().unwrap().contains("tokenizer_config.json"));
 }
 
