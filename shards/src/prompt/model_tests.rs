@@ -58,7 +58,7 @@ fn with_a_tokenizer_alone_only_qwen_is_assumed() {
     // The special tokens are not known: printing nothing for them would be a wrong text.
     assert_eq!(render(&model, Some(&"{{ bos_token }}x".into()), false), Err(MissReason::Template));
     let model = small_model(test, "m", None, Some("{{ bos_token }}x")).unwrap();
-    assert_eq!(render(&model, None, false), Err(MissReason::EngineRendered));
+    assert_eq!(render(&model, None, false), Err(MissReason::Template));
     assert!(model.template_problem().unwrap().contains("tokenizer_config.json"));
 }
 
@@ -86,7 +86,7 @@ fn chats_that_the_engine_renders_in_code_are_not_guessed() {
     let tokenizer = std::fs::read_to_string(dir.join("tokenizer.json")).unwrap();
     let files = ModelFiles { tokenizer, template: Some("x".into()), ..ModelFiles::default() };
     let model = Model::load(&files, SystemTime::now).unwrap();
-    assert_eq!(render(&model, None, false), Err(MissReason::Template));
+    assert_eq!(render(&model, None, false), Err(MissReason::EngineRendered));
     assert!(model.template_problem().unwrap().contains("in code"));
 }
 
