@@ -14,22 +14,6 @@ use super::{EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MA
 /// The load-balancer mode in which connections are ended and requests are read.
 const FULLPROXY: i64 = 4;
 
-/// Options that say something only where cache events are followed.
-const KV_OPTIONS: [&str; 12] = [
-    "kvBlockSize",
-    "kvHashAlgo",
-    "kvZmqPort",
-    "kvWarmupSec",
-    "kvDpRankCount",
-    "kvNoneHashSeed",
-    "kvChatTemplate",
-    "kvMinMatchTokens",
-    "kvSpillRelief",
-    "kvColdstartSeedN",
-    "kvColdstartMinBlocks",
-    "kvMeanLoadFactor",
-];
-
 /// What the parts of a rule must know of each other.
 pub(super) struct Facts {
     pub(super) exact_mode: i64,
@@ -81,7 +65,7 @@ pub fn check(
     check_mode(fields, report, &facts);
     check_pd(fields, report, &facts);
     check_refusals(fields, report);
-    warn_of_unused(fields, report, &facts, &KV_OPTIONS);
+    warn_of_unused(fields, report, &facts, &kv::KV_OPTIONS);
     let (engine, kv) = kv::read(fields, report, &facts, defaults);
     let mut rule = Rule {
         key,

@@ -24,12 +24,10 @@ const BLOCK_TOKENS_MAX: i64 = 65_536;
 /// Largest chat template file, bytes.
 const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
 
-/// Options that only mean something where cache events are followed.
-const KV_OPTIONS: [&str; 16] = [
-    "kvExactMode",
+/// Options that say something only where cache events are followed.
+pub(super) const KV_OPTIONS: [&str; 12] = [
     "kvBlockSize",
     "kvHashAlgo",
-    "kvHashAlgoDefault",
     "kvZmqPort",
     "kvWarmupSec",
     "kvDpRankCount",
@@ -40,9 +38,10 @@ const KV_OPTIONS: [&str; 16] = [
     "kvColdstartSeedN",
     "kvColdstartMinBlocks",
     "kvMeanLoadFactor",
-    "kvExactApiMode",
-    "kvModelProfile",
 ];
+
+/// Options that ask for cache events, or for what goes with them, by themselves.
+const KV_SWITCHES: [&str; 4] = ["kvExactMode", "kvHashAlgoDefault", "kvExactApiMode", "kvModelProfile"];
 
 /// Options that only mean something for prefill and decode pools.
 const PD_OPTIONS: [&str; 6] = [
@@ -100,8 +99,10 @@ pub(super) fn read(
 /// Refuses whatever asks for cache events or for pools of an engine that has neither.
 fn refuse_options(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) {
     let engine = engine.name();
+    let no_events = "it publishes no cache events, so its endpoints are chosen by sel alone";
     let why = [
-        (&KV_OPTIONS[..], "it publishes no cache events, so its endpoints are chosen by sel alone"),
+        (&KV_SWITCHES[..], no_events),
+        (&KV_OPTIONS[..], no_events),
         (&PD_OPTIONS[..], "it has no prefill and decode roles"),
     ];
     for (options, reason) in why {
