@@ -193,12 +193,6 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// Whether no token of the prompt is passed over because it was remembered.
-    #[must_use]
-    pub fn is_whole(&self) -> bool {
-        self.bytes_done == 0 && self.memory.keys.is_empty()
-    }
-
     /// Makes the keys of another contract too. Only for a job that began without a cache and before its first slice:
     /// tokens that were remembered cannot be shown to another stream.
     ///

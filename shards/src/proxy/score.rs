@@ -93,7 +93,8 @@ pub async fn score(
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
     ticket.breathe().await;
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
-    let begun = if has_other_spaces(reader) {
+    let others_hold = has_other_spaces(reader);
+    let begun = if others_hold {
         begin(api, kv, models, body, request, &mut PrefixCache::new(0))
     } else {
         begin(api, kv, models, body, request, &mut prefixes.borrow_mut())
@@ -103,7 +104,7 @@ pub async fn score(
         Err(reason) => return Score::Miss(reason),
     };
     ticket.breathe().await;
-    let others = if has_other_spaces(reader) && job.is_whole() { other_walks(&mut job, reader) } else { Vec::new() };
+    let others = if others_hold { other_walks(&mut job, reader) } else { Vec::new() };
     let own = InSpace::new(SpaceIndex::OWN, kv.block_tokens);
     let mut work = Work { job: Some(job), own, others, prefixes };
     loop {
