@@ -19,3 +19,8 @@ pub use drain::{Bearer, DrainFrom, Phase};
 pub use json::check_any_json;
 pub use source::DrainStatus;
 pub(crate) use source::{DrainSource, DrainStats};
+#[cfg(test)]
+pub(super) use {
+    drain::{Drain, Runner},
+    json::Drained,
+};
