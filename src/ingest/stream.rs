@@ -183,10 +183,11 @@ impl Stream {
         matches!(self.phase, Phase::Replaying(request) if request.returning)
     }
 
-    /// A publisher is there.
+    /// A publisher is there. Where one was already, the end of its connection has not been noticed yet: another process
+    /// may stand behind the new one.
     pub(crate) fn connected(&mut self, act: &mut impl FnMut(Action<'_>)) {
         if self.phase != Phase::Down {
-            return;
+            self.lost(act);
         }
         self.tally.reconnects += u64::from(std::mem::replace(&mut self.ever_connected, true));
         self.live = None;

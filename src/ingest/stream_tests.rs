@@ -163,6 +163,16 @@ fn a_return_is_proven_or_refuted_by_replay() {
 }
 
 #[test]
+fn a_second_connection_beside_the_first_may_be_of_another_process() {
+    let other = [&UP[..], &[Connected, Live(2, "z")]].concat();
+    check(true, &other, "ask0 stop a b ask1", false);
+    let whole = [&other[..], &[Replayed(1, "y"), Replayed(0, "x"), Replayed(1, "y"), Replayed(2, "z"), Ended]].concat();
+    check(true, &whole, "ask0 stop a b ask1 clear ask0 x y z stop", true);
+    check(false, &[Connected, Live(4, "a"), Connected], "a", false);
+    check(false, &[Connected, Live(4, "a"), Connected, Live(0, "b")], "a clear b", true);
+}
+
+#[test]
 fn live_batches_beyond_the_buffer_are_asked_for_again() {
     let mut stream = Stream::new(true);
     let mut asked = Vec::new();

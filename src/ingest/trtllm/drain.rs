@@ -16,7 +16,6 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::HashSet;
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,7 +28,7 @@ use crossbeam::channel::{Receiver, SendTimeoutError, Sender, bounded};
 use super::super::poller::Waker;
 use super::admission::{Admission, judge, unauthorized};
 use super::http::{Client, Failure, Question};
-use super::json::Drained;
+use super::json::{Drained, RANKS_MAX};
 use super::ownership::{Owner, Ownership};
 use super::state::{Continuity, Op, State, Tally};
 
@@ -48,6 +47,9 @@ const SLICE: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 * 1024;
 /// Blocks linked per engine. Beyond it the oldest ends of chains are given up.
 const KEYS_MAX: usize = 2_000_000;
+
+/// A bit of a number for each rank.
+const _: () = assert!(RANKS_MAX <= u64::BITS as usize);
 
 /// What to drain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -326,19 +328,22 @@ impl Runner {
 
     /// Applies an answer and hands over what follows from it.
     fn take(&mut self, drained: &Drained) -> Result<Owner, Stop> {
-        let (mut ops, mut gap) = (Vec::new(), false);
-        let mut ranks = HashSet::new();
+        let mut ops = Vec::new();
+        let (mut ranks, mut missing) = (0_u64, 0_u64);
         for event in &drained.events {
-            let first = ranks.insert(event.rank);
+            let rank = 1 << event.rank;
             let continuity = self.state.apply(event, &mut |op| ops.push(op));
-            gap |= first && matches!(continuity, Continuity::Lost(_));
+            if ranks & rank == 0 && matches!(continuity, Continuity::Lost(_)) {
+                missing |= rank;
+            }
+            ranks |= rank;
         }
         drained.rejects.iter().for_each(|why| self.state.reject(*why));
-        let owner = self.ownership.answered(self.started.elapsed(), drained.events.len(), gap);
+        let owner = self.ownership.answered(self.started.elapsed(), drained.events.len(), ranks, missing);
         let tally = *self.state.tally();
         self.note(|report| {
             report.answers += 1;
-            report.ownership_faults += u64::from(gap && owner != Owner::We);
+            report.ownership_faults += u64::from(missing != 0 && owner != Owner::We);
             report.tally = tally;
         });
         let eligible = owner != Owner::Other;
