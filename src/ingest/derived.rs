@@ -5,6 +5,9 @@
 //! block, and those of blocks that went in other ways (the bound, a second engine key of the same content) are swept
 //! out before the map is twice as large as what is held.
 //!
+//! An adapter's name and a salt, where the engine tells them, are what the chain of a prompt begins with, so that a request
+//! which says the same finds its blocks. What else makes a block more than its tokens goes into its key as it is told.
+//!
 //! A block whose parent is unknown (announced before we listened) has no own key: it and what follows it are
 //! *orphans*, counted and not routed by, until the engine announces the prefix anew.
 
@@ -14,8 +17,10 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 use shards::block::DerivedChain;
+use shards::block::vllm::ExtraKey;
 use shards::ids::BlockKey;
 
+use super::calibrate::extra_keys;
 use super::counts;
 use super::events::Stored;
 
@@ -70,15 +75,23 @@ impl OwnKeys {
         if size == 0 || !whole || !stored.tokens.decode(&mut self.tokens) {
             return Err(NotDerived::NoTokens);
         }
+        let marks = &stored.marks;
+        let (adapter, name) = (marks.adapter(), marks.lora_name());
+        let mut extras = marks.extra_keys().peekable();
         let mut chain = match stored.parent {
-            None => DerivedChain::root(),
+            None => {
+                let first = extras.peek().copied().flatten();
+                DerivedChain::root_of(name, marks.cache_salt().or_else(|| salt(first?, name)))
+            }
             Some(parent) => DerivedChain::after(self.get(parent).ok_or(NotDerived::Orphan)?),
         };
-        let adapter = stored.marks.adapter();
-        let mut extras = stored.marks.extra_keys();
+        let odd = marks.are_nobodys();
+        let mut is_root = stored.parent.is_none();
         for (tokens, engine) in self.tokens.chunks_exact(size).zip(stored.keys.iter()) {
             let extra = extras.next().flatten();
-            let key = if extra.is_none() && adapter.iter().all(|part| part.is_empty()) {
+            // An adapter and a salt are in what the chain began with.
+            let is_told = extra.is_none_or(|extra| is_told(extra, name, is_root));
+            let key = if is_told && !odd {
                 chain.push(tokens)
             } else {
                 self.mark.clear();
@@ -88,6 +101,7 @@ impl OwnKeys {
                 }
                 chain.push_marked(tokens, &self.mark)
             };
+            is_root = false;
             self.own.insert(engine.0, key.0);
             keys.push(key);
         }
@@ -116,6 +130,23 @@ impl OwnKeys {
             self.own.shrink_to(2 * self.own.len());
         }
     }
+}
+
+/// The salt among a first block's extra keys.
+fn salt<'a>(extra: &'a [u8], adapter: Option<&'a str>) -> Option<&'a str> {
+    let keys = extra_keys(extra, adapter)?;
+    keys.into_iter().find_map(|key| if let ExtraKey::CacheSalt(salt) = key { Some(salt) } else { None })
+}
+
+/// Whether a block's extra keys are all told by what its chain began with: the adapter's name, and in the first block a
+/// salt.
+fn is_told(extra: &[u8], adapter: Option<&str>, is_root: bool) -> bool {
+    let told = |key: &ExtraKey<'_>| match key {
+        ExtraKey::Lora { .. } => true,
+        ExtraKey::CacheSalt(_) => is_root,
+        _ => false,
+    };
+    extra_keys(extra, adapter).is_some_and(|keys| keys.iter().all(told))
 }
 
 #[cfg(test)]

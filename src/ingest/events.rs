@@ -190,6 +190,17 @@ impl<'a> Marks<'a> {
         })
     }
 
+    /// The salt, where nothing but it sets the blocks apart from plain ones.
+    pub(crate) fn salt_alone(&self) -> Option<&'a str> {
+        let other = self.lora_id.is_some() || self.mm_keys.is_some() || self.lora_name().is_some();
+        self.cache_salt().filter(|_| !other)
+    }
+
+    /// Whether the blocks are of an adapter without a name, or of images: no prompt can say the same of itself.
+    pub(crate) fn are_nobodys(&self) -> bool {
+        self.mm_keys.is_some() || (self.lora_id.is_some() && self.lora_name().is_none())
+    }
+
     /// What all the blocks have in common, as bytes; all empty for plain blocks.
     pub(crate) fn adapter(&self) -> [&'a [u8]; 4] {
         [self.lora_id, self.lora_name, self.cache_salt, self.mm_keys].map(Option::unwrap_or_default)

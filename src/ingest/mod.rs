@@ -41,7 +41,7 @@ use crossbeam::channel::{Sender, bounded};
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
-use shards::service::{EndpointShared, Engine};
+use shards::service::{EndpointShared, Engine, MediumWeights};
 
 pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
@@ -93,6 +93,8 @@ pub struct ServiceSources {
     pub engine: Engine,
     /// The rule's `kvBlockSize`, tokens.
     pub block_tokens: u32,
+    /// The rule's `kvMediumWeights`: blocks in media without weight are not kept.
+    pub weights: MediumWeights,
     /// What the rule says of the engines' keys, to be verified; without it keys are taken as they come.
     pub believed: Option<Arc<Believed>>,
     /// Its endpoints.
@@ -164,11 +166,11 @@ impl Shared {
     }
 
     pub(crate) fn register_drain(&self, source: &DrainSource) {
-        self.drains().push((source.name.clone(), Arc::clone(source.stats())));
+        self.drains().push((source.name.clone(), source.stats().clone()));
     }
 
     pub(crate) fn unregister_drain(&self, source: &DrainSource) {
-        self.drains().retain(|(_, stats)| !Arc::ptr_eq(stats, source.stats()));
+        self.drains().retain(|(_, stats)| !stats.is(source.stats()));
     }
 
     pub(crate) fn register(&self, source: &Source) {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shards::ids::{EndpointIndex, HolderIndex, Rank};
-use shards::inventory::{OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
+use shards::inventory::{Medium, OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
 
 use super::calibrate::{Finding, Verdict};
 use super::copies::{Copies, Keying, Op};
@@ -52,6 +52,8 @@ pub(crate) struct Source {
     replay: Option<ReplayRequest>,
     /// None while the inventory has no slot to give.
     holder: Option<Held>,
+    /// Holders of what lies in slower media or nearer, from the first such block on.
+    wide: Wide,
     /// How its keys are to be read.
     keying: Keying,
     /// What the inventory was told.
@@ -61,6 +63,9 @@ pub(crate) struct Source {
     /// Block size the log has complained of.
     complained_of: u32,
 }
+
+/// The host's memory, and what lies behind it.
+type Wide = [Option<Held>; 2];
 
 /// A slot of the inventory.
 #[derive(Clone, Copy)]
@@ -93,6 +98,7 @@ struct Applier<'a> {
     endpoint: EndpointIndex,
     rank: Rank,
     held: &'a mut Option<Held>,
+    wide: &'a mut Wide,
     keying: &'a mut Keying,
     eligible: bool,
     stats: &'a StreamStats,
@@ -120,7 +126,7 @@ impl Applier<'_> {
     }
 
     fn change(&mut self, change: impl FnOnce(&mut Copies, usize, &StreamStats, &mut dyn FnMut(Op))) {
-        let Applier { copies, place, writer, endpoint, rank, held, keying, eligible, stats, .. } = self;
+        let Applier { copies, place, writer, endpoint, rank, held, wide, keying, eligible, stats, .. } = self;
         let mut since_publish = 0;
         change(copies, *place, stats, &mut |op| {
             if let Op::Rekey(new) = op {
@@ -129,9 +135,21 @@ impl Applier<'_> {
             match (op, held.map(|held| held.holder)) {
                 (Op::Store(key), Some(holder)) => writer.store(key, holder),
                 (Op::Remove(key), Some(holder)) => writer.remove(key, holder),
-                (Op::Clear | Op::Rekey(_), Some(old)) => {
-                    writer.retire_holder(old);
-                    **held = add_holder(writer, *endpoint, *rank, **keying, *eligible);
+                (Op::Clear | Op::Rekey(_), old) => {
+                    retire(old, wide, writer);
+                    **held = add_holder(writer, Medium::Device, *endpoint, *rank, **keying, *eligible);
+                }
+                (Op::Wide { medium, key, held }, _) => {
+                    let Some(slot) = wide.get_mut((medium as usize).wrapping_sub(1)) else { return };
+                    if slot.is_none() && held {
+                        // Without a slot these blocks count for nothing until the rank is emptied.
+                        *slot = add_holder(writer, medium, *endpoint, *rank, **keying, *eligible);
+                    }
+                    match slot {
+                        Some(wide) if held => writer.store(key, wide.holder),
+                        Some(wide) => writer.remove(key, wide.holder),
+                        None => {}
+                    }
                 }
                 // Without a slot the copies go on; the holder gets them all when there is one again.
                 (_, None) => {}
@@ -150,6 +168,7 @@ impl Applier<'_> {
 /// would need one key space too many, are those of a holder that is never eligible.
 fn add_holder(
     writer: &mut Writer,
+    medium: Medium,
     endpoint: EndpointIndex,
     rank: Rank,
     keying: Keying,
@@ -160,12 +179,18 @@ fn add_holder(
         Keying::Space(space) => writer.space(space),
         Keying::Refused => None,
     };
-    let holder = writer.add_holder_in(space.unwrap_or(SpaceIndex::OWN), endpoint, rank)?;
+    let holder = writer.add_holder_to(medium, space.unwrap_or(SpaceIndex::OWN), endpoint, rank)?;
     let routable = space.is_some();
     if !eligible || !routable {
         writer.set_eligible(holder, false);
     }
     Some(Held { holder, routable })
+}
+
+/// Gives the slots of a rank back.
+fn retire(holder: Option<HolderIndex>, wide: &mut Wide, writer: &mut Writer) {
+    let wide = wide.iter_mut().filter_map(Option::take).map(|held| held.holder);
+    holder.into_iter().chain(wide).for_each(|holder| writer.retire_holder(holder));
 }
 
 impl Source {
@@ -205,7 +230,8 @@ impl Source {
             socket,
             links: HashSet::new(),
             replay: None,
-            holder: add_holder(writer, name.endpoint, name.rank, Keying::Rule, false),
+            holder: add_holder(writer, Medium::Device, name.endpoint, name.rank, Keying::Rule, false),
+            wide: Wide::default(),
             keying: Keying::Rule,
             eligible: false,
             finding: Finding::default(),
@@ -222,9 +248,7 @@ impl Source {
         if let Some(socket) = &self.socket {
             forget(poller, socket);
         }
-        if let Some(held) = self.holder {
-            writer.retire_holder(held.holder);
-        }
+        retire(self.holder.map(|held| held.holder), &mut self.wide, writer);
     }
 
     /// Reads what has come, up to a bound, and applies it.
@@ -292,7 +316,7 @@ impl Source {
     /// Asks for a holder again where the inventory had no slot.
     pub(crate) fn repair(&mut self, copies: &Copies, writer: &mut Writer) {
         if self.holder.is_none() {
-            self.holder = add_holder(writer, self.endpoint, self.name.rank, self.keying, self.eligible);
+            self.holder = add_holder(writer, Medium::Device, self.endpoint, self.name.rank, self.keying, self.eligible);
             if let Some(held) = self.holder {
                 copies.keys(self.place).for_each(|key| writer.store(key, held.holder));
             }
@@ -313,6 +337,7 @@ impl Source {
             endpoint: self.endpoint,
             rank: self.name.rank,
             held: &mut self.holder,
+            wide: &mut self.wide,
             keying: &mut self.keying,
             eligible: self.eligible,
             stats: &self.stats,
@@ -322,7 +347,8 @@ impl Source {
         let request = applier.request;
         if self.stream.is_eligible() != self.eligible {
             self.eligible = !self.eligible;
-            if let Some(held) = self.holder.filter(|held| held.routable) {
+            let holders = self.wide.iter().chain([&self.holder]).flatten();
+            for held in holders.filter(|held| held.routable) {
                 writer.set_eligible(held.holder, self.eligible);
             }
         }

@@ -180,6 +180,7 @@ impl Gateway {
             id: ServiceId(0),
             engine: shards::service::Engine::Vllm,
             block_tokens,
+            weights: MediumWeights::default(),
             believed: None,
             endpoints: endpoints.clone(),
         };
@@ -410,6 +411,7 @@ fn changed_sources_are_read_anew_and_the_same_ones_undisturbed() {
         id: ServiceId(0),
         engine: shards::service::Engine::Vllm,
         block_tokens: 4,
+        weights: MediumWeights::default(),
         believed: None,
         endpoints: gateway.endpoints.clone(),
     };

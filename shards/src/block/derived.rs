@@ -5,6 +5,8 @@
 //! key = last 8 bytes of XXH3-128( parent key ‖ [ff ‖ mark] ‖ tokens )    parent of the first block: a fixed number
 //! ```
 //!
+//! A prompt of an adapter or a salt begins at a number of its own, made of their names: what follows is chained to it.
+//!
 //! **Invariant.** A block of other tokens, another parent or another mark has another key, short of a collision of 64
 //! bits. The chain links keys and not digests, so that one key per block is all that needs to be kept.
 
@@ -24,6 +26,23 @@ impl DerivedChain {
     #[must_use]
     pub fn root() -> Self {
         DerivedChain(ROOT)
+    }
+
+    /// A chain before the first block of a prompt that is served with an adapter, or shares its blocks with those of one
+    /// salt alone.
+    #[must_use]
+    pub fn root_of(adapter: Option<&str>, salt: Option<&str>) -> Self {
+        if adapter.is_none() && salt.is_none() {
+            return DerivedChain::root();
+        }
+        let mut preimage = ROOT.0.to_le_bytes().to_vec();
+        for part in [adapter, salt] {
+            preimage.push(u8::from(part.is_some()));
+            let part = part.unwrap_or_default();
+            preimage.extend_from_slice(&(part.len() as u64).to_le_bytes());
+            preimage.extend_from_slice(part.as_bytes());
+        }
+        DerivedChain(BlockKey(Digest::of(Function::Xxh3, &preimage).last_u64()))
     }
 
     /// A chain that goes on after a block.
@@ -86,6 +105,19 @@ mod tests {
                 prop_assert_eq!(*left == right, at >= (index + 1) * size);
             }
         }
+    }
+
+    #[test]
+    fn adapters_and_salts_have_chains_of_their_own() {
+        let parts = [None, Some(""), Some("a"), Some("b"), Some("ab")];
+        let mut keys: Vec<_> = parts
+            .iter()
+            .flat_map(|adapter| parts.iter().map(|salt| DerivedChain::root_of(*adapter, *salt).push(&[1, 2, 3, 4])))
+            .collect();
+        assert_eq!(keys[0], DerivedChain::root().push(&[1, 2, 3, 4]));
+        keys.sort_unstable_by_key(|key| key.0);
+        keys.dedup();
+        assert_eq!(keys.len(), parts.len() * parts.len());
     }
 
     #[test]

@@ -2,8 +2,8 @@
 //!
 //! The gateway never routes by them: their 64 bits are too weakly mixed to shard on, and JSON events do not say which
 //! adapter a block belongs to. It files blocks under a [`PageChain`] of their tokens (`blockhash_trtllm`), and
-//! recomputes the engine's key per block as a check: where a plain recomputation differs, the block belongs to an
-//! adapter, a salt or an image, and to a namespace of its own.
+//! recomputes the engine's key per block as a check: where it differs, the block belongs to an adapter or an image, or to
+//! a salt that the event does not tell, and to a namespace of its own.
 //!
 //! The last token of a prompt is never part of a block: a prompt of n tokens matches at most (n - 1) / size blocks,
 //! rounded down. Callers that predict hits leave it out.
@@ -67,6 +67,15 @@ impl V1Block<'_> {
         }
         seed
     }
+}
+
+/// The gateway's own chain (`blockhash_trtllm`) before a prompt's first block: at the root, or for the blocks of one salt
+/// at a digest of it.
+#[must_use]
+pub fn tokens_root(salt: Option<&str>) -> PageChain {
+    salt.map_or_else(PageChain::root, |salt| {
+        PageChain::after(Sha256::new().chain_update(b"kvlane-trtllm-salt\0").chain_update(salt).finalize().into())
+    })
 }
 
 const GOLDEN: u32 = 0x9e37_79b9;

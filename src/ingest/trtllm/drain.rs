@@ -25,6 +25,7 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, SendTimeoutError, Sender, bounded};
+use shards::service::MediumWeights;
 
 use super::super::poller::Waker;
 use super::admission::{Admission, judge, unauthorized};
@@ -60,6 +61,15 @@ pub struct DrainFrom {
     pub poll_max: Duration,
     /// Bearer token of the gateway's own calls.
     pub bearer: Option<Bearer>,
+}
+
+/// The blocks that a rule is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DrainBlocks {
+    /// `kvBlockSize`, tokens.
+    pub(crate) block_tokens: u32,
+    /// `kvMediumWeights`.
+    pub(crate) weights: MediumWeights,
 }
 
 /// A bearer token, which is never shown.
@@ -145,6 +155,8 @@ pub(crate) struct Batch {
     pub(crate) eligible: bool,
     /// Keys it has, each once.
     pub(crate) distinct: u64,
+    /// First blocks of prompts that it has announced so far.
+    pub(crate) first_blocks: u64,
 }
 
 /// A running drain. Dropping it ends its thread, soon.
@@ -168,7 +180,8 @@ impl Drain {
     ///
     /// # Errors
     /// Where no thread can be had.
-    pub(crate) fn start(from: &DrainFrom, label: &str, block_tokens: u32, waker: Waker) -> std::io::Result<Self> {
+    pub(crate) fn start(from: &DrainFrom, label: &str, blocks: DrainBlocks, waker: Waker) -> std::io::Result<Self> {
+        let block_tokens = blocks.block_tokens;
         let (batches, receiver) = bounded(BATCHES_MAX);
         let (report, stop) = (Arc::<Mutex<Report>>::default(), Arc::<AtomicBool>::default());
         let runner = Runner {
@@ -176,7 +189,7 @@ impl Drain {
             from: from.clone(),
             label: label.to_owned(),
             block_tokens,
-            state: State::new(block_tokens, KEYS_MAX),
+            state: State::new(block_tokens, KEYS_MAX).weigh(blocks.weights),
             ownership: Ownership::new(RandomState::new().hash_one(from.address)),
             started: Instant::now(),
             batches,
@@ -320,7 +333,8 @@ impl Runner {
 
     fn hand_over(&mut self, ops: Vec<Op>, eligible: bool) -> Result<(), Stop> {
         self.eligible = eligible;
-        let mut batch = Batch { ops, eligible, distinct: self.state.distinct() };
+        let (distinct, first_blocks) = (self.state.distinct(), self.state.tally().first_blocks);
+        let mut batch = Batch { ops, eligible, distinct, first_blocks };
         loop {
             batch = match self.batches.send_timeout(batch, SLICE) {
                 Ok(()) => {

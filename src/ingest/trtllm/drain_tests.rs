@@ -154,7 +154,8 @@ impl Reader {
 
     fn with(from: &DrainFrom) -> Self {
         let poller = Poller::new().unwrap();
-        let drain = Drain::start(from, "engine", 4, poller.waker()).unwrap();
+        let blocks = DrainBlocks { block_tokens: 4, weights: MediumWeights::default() };
+        let drain = Drain::start(from, "engine", blocks, poller.waker()).unwrap();
         Reader { drain, held: BTreeSet::new(), eligible: false, _poller: poller }
     }
 
@@ -314,6 +315,7 @@ fn drained_blocks_are_routable_while_the_engine_is_there_and_go_with_its_endpoin
         id: ServiceId(0),
         engine: shards::service::Engine::Trtllm,
         block_tokens: 4,
+        weights: MediumWeights::default(),
         believed: None,
         endpoints: vec![endpoint],
     };

@@ -15,6 +15,7 @@ mod source;
 mod state;
 mod tree;
 
+pub(crate) use drain::DrainBlocks;
 pub use drain::{Bearer, DrainFrom, Phase};
 pub use json::check_any_json;
 pub use source::DrainStatus;

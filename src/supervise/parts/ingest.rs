@@ -25,10 +25,6 @@ use crate::supervise::Entry;
 
 use super::PartError;
 
-/// Pauses between two drains of a TensorRT-LLM engine: the shorter while events come.
-const DRAIN_POLL_MIN: Duration = Duration::from_millis(5);
-const DRAIN_POLL_MAX: Duration = Duration::from_millis(20);
-
 /// The way to ingest: changes of subscriptions, and the state of event streams.
 #[derive(Clone, Debug)]
 pub struct IngestPart(Arc<Ingest>);
@@ -154,13 +150,15 @@ fn sources(entry: &Entry) -> ServiceSources {
             shared: Arc::clone(&place.shared),
             label: endpoint.to_string(),
             ranks: ranks.collect(),
-            drain: drain(entry, address),
+            // An engine that pushes its events hands out none.
+            drain: if endpoint.events.is_none() { drain(entry, address) } else { None },
         })
     });
     ServiceSources {
         id: entry.id,
         engine: entry.rule.engine,
         block_tokens: entry.rule.kv.as_ref().map_or(0, |kv| kv.block_tokens),
+        weights: entry.rule.kv.as_ref().map(|kv| kv.weights).unwrap_or_default(),
         believed: believed(entry).map(Arc::new),
         endpoints: endpoints.collect(),
     }
@@ -168,12 +166,11 @@ fn sources(entry: &Entry) -> ServiceSources {
 
 /// The drain of a TensorRT-LLM engine: its serving port tells its events, each once.
 fn drain(entry: &Entry, address: SocketAddr) -> Option<DrainFrom> {
-    if entry.rule.engine != Engine::Trtllm || entry.rule.kv.is_none() {
-        return None;
-    }
+    let poll = entry.rule.kv.as_ref().filter(|_| entry.rule.engine == Engine::Trtllm)?.drain_poll;
     let authorization = entry.rule.engine_token.as_ref().map(|token| token.authorization());
     let bearer = authorization.as_deref().and_then(|value| Bearer::new(value.strip_prefix("Bearer ")?));
-    Some(DrainFrom { address, poll_min: DRAIN_POLL_MIN, poll_max: DRAIN_POLL_MAX, bearer })
+    let [poll_min, poll_max] = [poll.min_ms, poll.max_ms].map(|ms| Duration::from_millis(ms.into()));
+    Some(DrainFrom { address, poll_min, poll_max, bearer })
 }
 
 /// What a rule says of its engines' keys; none for engines whose keys are not looked at. Releases are left out of it:
@@ -189,7 +186,8 @@ fn believed(entry: &Entry) -> Option<Believed> {
             tagging,
         }),
         Contract::Sglang(contract) => Some(Believed::Sglang(contract)),
-        Contract::Derived | Contract::TrtllmTokens | Contract::TrtllmV1 => None,
+        Contract::TrtllmTokens => Some(Believed::Tokens),
+        Contract::Derived | Contract::TrtllmV1 => None,
     }
 }
 

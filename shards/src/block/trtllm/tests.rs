@@ -164,7 +164,7 @@ fn the_gateways_own_keys_are_the_chain_of_tokens() {
 }
 
 #[test]
-fn prompts_that_tokens_alone_do_not_key_are_refused() {
+fn prompts_that_tokens_and_a_salt_do_not_key_are_refused() {
     let block = NonZeroU32::new(4).expect("not 0");
     let refused = |contract: Contract, extras: PromptExtras| KeyStream::new(&contract, &extras, block).err();
     let lora = || Some(Lora { name: "sql".into(), path: None, id: None });
@@ -173,7 +173,7 @@ fn prompts_that_tokens_alone_do_not_key_are_refused() {
     let unkeyed = |what| Some(ContractError::Unkeyed { what });
     let tokens = Contract::TrtllmTokens;
     assert_eq!(refused(tokens, PromptExtras { lora: lora(), ..plain() }), unkeyed("LoRA adapter"));
-    assert_eq!(refused(tokens, PromptExtras { cache_salt: salt(), ..plain() }), unkeyed("cache salt"));
+    assert_eq!(refused(tokens, PromptExtras { cache_salt: salt(), ..plain() }), None);
     assert_eq!(refused(tokens, PromptExtras { cache_salt: Some(String::new()), ..plain() }), None);
     let v1 = Contract::TrtllmV1;
     let id_missing = Some(ContractError::LoraId { name: "sql".into() });
