@@ -172,6 +172,68 @@ fn another_block_size_is_named_with_both_numbers_and_prompts_hit_all_the_same() 
     }
 }
 
+/// The harness's rule for another kind of engine, whose own algorithm holds.
+fn of_kind(rule: &str, kind: &str) -> String {
+    let rule = rule.replace("kvEngineType = \"vllm\"", &format!("kvEngineType = \"{kind}\""));
+    rule.replace("kvHashAlgo = \"sha256_cbor\"\n", "").replace("kvNoneHashSeed = \"0\"\n", "")
+}
+
+#[test]
+fn sglangs_pages_are_exact_over_tokens_and_over_pairs_of_them() {
+    for more in ["", " --lookahead 1", " --sglang-release 0.5.12"] {
+        let fleet = Fleet::start(&format!("--kind sglang{more}"), |rule| of_kind(&rule, "sglang"));
+        fleet.prompts_hit_when_they_come_again(0..PROMPTS);
+        let judged: Vec<_> = fleet.parity().into_iter().filter(|rank| rank["verdict"] != "believed").collect();
+        assert!(!judged.is_empty());
+        for rank in judged {
+            assert_eq!((&rank["verdict"], &rank["faults"]), (&json!("exact"), &json!([])), "{more}: {rank}");
+        }
+    }
+}
+
+#[test]
+fn a_tensorrt_llm_that_pushes_its_events_is_followed_and_not_drained() {
+    let fleet = Fleet::start("--kind trtllm --push", |rule| of_kind(&rule, "trtllm"));
+    for number in 0..PROMPTS {
+        fleet.ask(&prompt(number));
+    }
+    for number in 0..PROMPTS {
+        wait_for(&format!("prompt {number} goes where its blocks are"), || {
+            let hits = fleet.both("loxilb_pd_kv_tier15_hits_total");
+            let usage = fleet.ask(&prompt(number))["usage"].clone();
+            let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0);
+            let predicted = fleet.both("loxilb_pd_kv_tier15_hits_total") > hits;
+            (predicted && cached + 64 > usage["prompt_tokens"].as_u64().expect("a usage")).then_some(())
+        });
+    }
+    fleet.verdict_is("derived", &[], &[], &["tokens", "blockhash_trtllm"]);
+    for engine in &fleet.engines {
+        assert_eq!(engine.stat("drains"), 0, "nobody asked for the drain");
+    }
+}
+
+#[test]
+fn parity_by_use_counts_for_a_drained_engine_too() {
+    let template = Scratch::new("drained-template");
+    let file = template.path().join("other.jinja");
+    std::fs::write(&file, "{% for m in messages %}<other>{{ m.role }}: {{ m.content }}{% endfor %}").expect("writable");
+    let line = format!("kvBlockSize = 16\nkvChatTemplate = \"{}\"", file.display());
+    let engines: Vec<_> = (0..2).map(|_| EngineProcess::start("--time-scale 0 --kind trtllm")).collect();
+    let tokenizers = fleet::tokenizers();
+    let port = free_port();
+    let rule = of_kind(&fleet::rule(port, &tokenizers, &engines), "trtllm").replace("kvBlockSize = 16", &line);
+    let drained = |line: &&str| !line.starts_with("kvZmqPort") && !line.starts_with("kvReplayPort");
+    let config: String = rule.lines().filter(drained).map(|line| format!("{line}\n")).collect();
+    let gateway = Gateway::start(Options { config, ..Options::default() });
+    let mut number = 0;
+    wait_for("a run of misses is named in the log", || {
+        number += 1;
+        let answer = client::post(([127, 0, 0, 1], port).into(), "/v1/chat/completions", &chat(number));
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        gateway.log().lines().any(|line| line.contains("parity by use") && line.contains("template")).then_some(())
+    });
+}
+
 #[test]
 fn an_engine_that_comes_back_with_another_seed_is_judged_anew() {
     let mut fleet = Fleet::start("--seed 0", |rule| rule);

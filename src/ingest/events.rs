@@ -422,6 +422,17 @@ impl<'a> Batch<'a> {
     }
 }
 
+/// The engine's clock when it made the batch, Unix seconds; none where the payload does not begin like one.
+pub(crate) fn clock(payload: &[u8]) -> Option<f64> {
+    let mut reader = Reader::new(payload);
+    reader.array().ok()?;
+    match reader.head().ok()? {
+        Head::Float(seconds) => Some(seconds),
+        Head::Uint(seconds) => Some(seconds as f64),
+        _ => None,
+    }
+}
+
 impl<'a> Iterator for Batch<'a> {
     type Item = Result<Event<'a>, Reject>;
 

@@ -51,7 +51,7 @@ use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
 pub use status::{Replay, StreamName, StreamStatus};
-pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, check_any_json as check_any_trtllm_json};
+pub use trtllm::{DrainFrom, DrainStatus, Phase, check_any_json as check_any_trtllm_json};
 use trtllm::{DrainSource, DrainStats};
 use worker::{Command, Worker, WorkerOptions};
 
@@ -69,10 +69,12 @@ pub struct IngestOptions {
     pub max_blocks_per_endpoint: usize,
     /// Longest silence of a replay before it is asked for again.
     pub replay_timeout: Duration,
+    /// How long the blocks of an engine that is gone are kept aside, in case a replay proves them after all.
+    pub aside: Duration,
 }
 
 impl IngestOptions {
-    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s.
+    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s; 10 s.
     #[must_use]
     pub fn new(loads: Arc<LoadTable>) -> Self {
         IngestOptions {
@@ -80,6 +82,7 @@ impl IngestOptions {
             loads,
             max_blocks_per_endpoint: 1_000_000,
             replay_timeout: Duration::from_secs(2),
+            aside: Duration::from_secs(10),
         }
     }
 }
@@ -202,7 +205,7 @@ impl Ingest {
     /// # Errors
     /// Where a thread cannot be made or pinned, with the core in the message.
     pub fn start(options: IngestOptions) -> io::Result<Self> {
-        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout } = options;
+        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout, aside } = options;
         let load_slots = AtomicUsize::new(loads.slots());
         let shared = Arc::new(Shared { streams: Mutex::default(), drains: Mutex::default(), load_slots });
         let mut ingest = Ingest { threads: Vec::new(), shared };
@@ -218,6 +221,7 @@ impl Ingest {
                 loads: (number == 0).then(|| Arc::clone(&loads)),
                 blocks_max: max_blocks_per_endpoint,
                 replay_timeout,
+                aside,
             };
             let handle = spawn(number, core, worker)?;
             ingest.threads.push(Thread { commands, waker, handle: Some(handle) });

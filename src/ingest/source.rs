@@ -10,7 +10,7 @@ use shards::inventory::{Medium, OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
 
 use super::calibrate::{Finding, Verdict};
 use super::copies::{Copies, Keying, Op};
-use super::events::Reject;
+use super::events::{Reject, clock};
 use super::framing::Framed;
 use super::parity::UseStats;
 use super::poller::Poller;
@@ -49,6 +49,8 @@ pub(crate) struct Source {
     socket: Option<Watched>,
     /// Connections of the socket that are open.
     links: HashSet<i32>,
+    /// Since when none is, after there was one.
+    lost_at: Option<Instant>,
     replay: Option<ReplayRequest>,
     /// None while the inventory has no slot to give.
     holder: Option<Held>,
@@ -101,6 +103,8 @@ struct Applier<'a> {
     wide: &'a mut Wide,
     keying: &'a mut Keying,
     eligible: bool,
+    /// What comes is no replay.
+    live: bool,
     stats: &'a StreamStats,
     /// The request that the stream wants to be under way; none = as it is.
     request: Option<Option<u64>>,
@@ -112,8 +116,13 @@ impl Applier<'_> {
             Action::Apply(seq, payload) => {
                 add(&self.stats.batches, 1);
                 self.stats.next_seq.store(seq.saturating_add(1), Ordering::Relaxed);
-                let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
-                self.stats.last_event_ms.store(now, Ordering::Relaxed);
+                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                self.stats.last_event_ms.store(now.as_millis() as u64, Ordering::Relaxed);
+                if self.live {
+                    let lag = clock(payload).map_or(0.0, |made| now.as_secs_f64() - made);
+                    // A clock that is ahead of ours is no lag; the cast saturates.
+                    self.stats.lag_us.store((lag * 1e6) as u64, Ordering::Relaxed);
+                }
                 self.change(|copies, place, stats, op| copies.apply(place, payload, stats, &mut |each| op(each)));
             }
             Action::Clear => {
@@ -229,6 +238,7 @@ impl Source {
             stream: Stream::new(from.replay.is_some()),
             socket,
             links: HashSet::new(),
+            lost_at: None,
             replay: None,
             holder: add_holder(writer, Medium::Device, name.endpoint, name.rank, Keying::Rule, false),
             wide: Wide::default(),
@@ -293,6 +303,18 @@ impl Source {
         self.replay.is_some()
     }
 
+    /// Gives up what is kept of an engine that has been gone for longer than that; true if it did.
+    pub(crate) fn expire(&mut self, now: Instant, after: Duration, copies: &mut Copies, writer: &mut Writer) -> bool {
+        if self.lost_at.is_none_or(|lost| now.saturating_duration_since(lost) < after) {
+            return false;
+        }
+        self.lost_at = None;
+        // Without a connection nothing is asked for.
+        let _ = self.step(copies, writer, |stream, act| stream.expired(&mut |a| act(a)));
+        self.note(copies);
+        true
+    }
+
     /// False where the address was refused.
     pub(crate) fn is_open(&self) -> bool {
         self.socket.is_some()
@@ -340,6 +362,7 @@ impl Source {
             wide: &mut self.wide,
             keying: &mut self.keying,
             eligible: self.eligible,
+            live: self.replay.is_none(),
             stats: &self.stats,
             request: None,
         };
@@ -366,6 +389,7 @@ impl Source {
             Link::Ready => {
                 tracing::info!(endpoint, rank, address = self.name.address, "KV events: connected");
                 copies.verify_again(self.place);
+                self.lost_at = None;
                 self.step(copies, writer, |stream, act| stream.connected(&mut |a| act(a)))
             }
             Link::Closed(number) => {
@@ -379,6 +403,7 @@ impl Source {
                     address = self.name.address,
                     "KV events: connection lost; the rank's blocks do not count until it is back"
                 );
+                self.lost_at = Some(Instant::now());
                 let request = self.step(copies, writer, |stream, act| stream.lost(&mut |a| act(a)));
                 // A mask is worth a publish of its own.
                 let _ = writer.try_publish();

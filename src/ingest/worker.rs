@@ -32,7 +32,7 @@ const TICK_IDLE: Duration = Duration::from_millis(1);
 const IDLE_AFTER: Duration = Duration::from_millis(100);
 /// How often overdue replays are looked for.
 const TICK_REPLAY: Duration = Duration::from_millis(10);
-/// How often what shards predicted is looked at.
+/// How often what shards predicted is looked at, and what is kept of engines that are gone.
 const TICK_PREDICTIONS: Duration = Duration::from_millis(500);
 /// Publishes of one inventory per cycle; what is left is published in the next, which does not wait.
 const PUBLISHES_PER_CYCLE: usize = 4;
@@ -155,6 +155,7 @@ pub(crate) struct Worker {
     loads: Option<Loads>,
     blocks_max: usize,
     replay_timeout: Duration,
+    aside: Duration,
     /// When predictions were looked at last.
     predictions_checked: Instant,
 }
@@ -168,6 +169,7 @@ pub(crate) struct WorkerOptions {
     pub(crate) loads: Option<Arc<LoadTable>>,
     pub(crate) blocks_max: usize,
     pub(crate) replay_timeout: Duration,
+    pub(crate) aside: Duration,
 }
 
 impl Worker {
@@ -188,6 +190,7 @@ impl Worker {
             loads: options.loads.map(|table| Loads { table, published: now, busy: now }),
             blocks_max: options.blocks_max,
             replay_timeout: options.replay_timeout,
+            aside: options.aside,
             predictions_checked: now,
         }
     }
@@ -317,8 +320,13 @@ impl Worker {
             return;
         }
         self.predictions_checked = now;
-        for Service { endpoints, writer, .. } in self.services.values_mut() {
-            endpoints.values_mut().for_each(|endpoint| endpoint.check_predictions(now, writer));
+        for Service { endpoints, writer, touched, .. } in self.services.values_mut() {
+            for endpoint in endpoints.values_mut() {
+                endpoint.check_predictions(now, writer);
+                for source in &mut endpoint.sources {
+                    *touched |= source.expire(now, self.aside, &mut endpoint.copies, writer);
+                }
+            }
         }
     }
 

@@ -27,6 +27,8 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Receiver, SendTimeoutError, Sender, bounded};
 use shards::service::MediumWeights;
 
+use crate::rules::EngineToken;
+
 use super::super::poller::Waker;
 use super::admission::{Admission, judge, unauthorized};
 use super::http::{Client, Failure, Question};
@@ -59,8 +61,8 @@ pub struct DrainFrom {
     pub poll_min: Duration,
     /// Longest pause, reached while nothing happens (`LOXILB_KV_TRTLLM_POLL_MAX_MS`).
     pub poll_max: Duration,
-    /// Bearer token of the gateway's own calls.
-    pub bearer: Option<Bearer>,
+    /// What the gateway shows on its calls. Another content of its file is shown from then on.
+    pub token: Option<Arc<EngineToken>>,
 }
 
 /// The blocks that a rule is about.
@@ -72,30 +74,12 @@ pub(crate) struct DrainBlocks {
     pub(crate) weights: MediumWeights,
 }
 
-/// A bearer token, which is never shown.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Bearer(String);
-
-impl Bearer {
-    /// A token; none where it holds anything but visible ASCII, which no header can carry.
-    #[must_use]
-    pub fn new(token: &str) -> Option<Self> {
-        token.bytes().all(|byte| byte.is_ascii_graphic()).then(|| Bearer(token.to_owned()))
-    }
-}
-
-impl std::fmt::Debug for Bearer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Bearer(…)")
-    }
-}
-
 impl DrainFrom {
     /// The defaults: 5 to 20 ms, no token.
     #[must_use]
     pub fn new(address: SocketAddr) -> Self {
         let (poll_min, poll_max) = (Duration::from_millis(5), Duration::from_millis(20));
-        DrainFrom { address, poll_min, poll_max, bearer: None }
+        DrainFrom { address, poll_min, poll_max, token: None }
     }
 }
 
@@ -185,7 +169,7 @@ impl Drain {
         let (batches, receiver) = bounded(BATCHES_MAX);
         let (report, stop) = (Arc::<Mutex<Report>>::default(), Arc::<AtomicBool>::default());
         let runner = Runner {
-            client: Client::new(from.address, from.bearer.as_ref().map(|bearer| bearer.0.as_str())),
+            client: Client::new(from.address, from.token.clone()),
             from: from.clone(),
             label: label.to_owned(),
             block_tokens,

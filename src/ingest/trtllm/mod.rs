@@ -16,7 +16,7 @@ mod state;
 mod tree;
 
 pub(crate) use drain::DrainBlocks;
-pub use drain::{Bearer, DrainFrom, Phase};
+pub use drain::{DrainFrom, Phase};
 pub use json::check_any_json;
 pub use source::DrainStatus;
 pub(crate) use source::{DrainSource, DrainStats};

@@ -17,8 +17,7 @@ use crate::config::Config;
 use crate::cores::Plan;
 use crate::discovery::ServiceFacts;
 use crate::ingest::{
-    Bearer, Believed, DrainFrom, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources,
-    StreamStatus,
+    Believed, DrainFrom, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources, StreamStatus,
 };
 use crate::rules::{EventPlace, EventSource, contract};
 use crate::supervise::Entry;
@@ -70,12 +69,17 @@ impl IngestPart {
     pub(crate) fn encode(&self, families: &mut Families<'_>) -> std::fmt::Result {
         type Read = fn(&StreamStatus) -> u64;
         let streams = self.0.status();
-        let gauges: [(&str, &str, Read); 3] = [
+        let gauges: [(&str, &str, Read); 4] = [
             ("loxilb_kv_subscriber_connected", "Whether a publisher is connected", |s| u64::from(s.connected)),
             ("loxilb_kv_inventory_fresh", "Whether the rank's blocks count for routing", |s| u64::from(s.eligible)),
             ("loxilb_kv_last_event_timestamp_seconds", "When the last batch was applied", |s| {
                 s.last_event_ms.unwrap_or(0) / 1000
             }),
+            (
+                "kvlane_kv_lag_microseconds",
+                "Age of the last live batch when it was applied, by the engine's clock",
+                |s| s.lag_us,
+            ),
         ];
         for (name, help, read) in gauges {
             families.gauge(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
@@ -167,10 +171,8 @@ fn sources(entry: &Entry) -> ServiceSources {
 /// The drain of a TensorRT-LLM engine: its serving port tells its events, each once.
 fn drain(entry: &Entry, address: SocketAddr) -> Option<DrainFrom> {
     let poll = entry.rule.kv.as_ref().filter(|_| entry.rule.engine == Engine::Trtllm)?.drain_poll;
-    let authorization = entry.rule.engine_token.as_ref().map(|token| token.authorization());
-    let bearer = authorization.as_deref().and_then(|value| Bearer::new(value.strip_prefix("Bearer ")?));
     let [poll_min, poll_max] = [poll.min_ms, poll.max_ms].map(|ms| Duration::from_millis(ms.into()));
-    Some(DrainFrom { address, poll_min, poll_max, bearer })
+    Some(DrainFrom { address, poll_min, poll_max, token: entry.rule.engine_token.clone() })
 }
 
 /// What a rule says of its engines' keys; none for engines whose keys are not looked at. Releases are left out of it:
@@ -239,6 +241,7 @@ fn show(stream: &StreamStatus) -> Value {
         "rejects": rejects,
         "engine_block_tokens": stream.engine_block_tokens,
         "last_event_ms": stream.last_event_ms,
+        "lag_us": stream.lag_us,
         "replay": match stream.replay {
             Replay::Untried => "untried",
             Replay::Works => "works",
