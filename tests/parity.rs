@@ -172,6 +172,39 @@ fn another_block_size_is_named_with_both_numbers_and_prompts_hit_all_the_same() 
     }
 }
 
+#[test]
+fn hybrid_models_host_tiers_and_lookahead_change_nothing_about_what_is_held() {
+    for more in ["--window 128", "--wire 0.23.0 --window 128 --cpu-blocks 4096 --bytes-hashes", "--lookahead 1"] {
+        let fleet = Fleet::start(&format!("--seed 0 {more}"), |rule| rule);
+        fleet.prompts_hit_when_they_come_again(0..PROMPTS);
+        fleet.verdict_is("exact", &[], &[], &["sha256_cbor"]);
+        for (index, engine) in fleet.engines.iter().enumerate() {
+            assert_eq!(fleet.gateway.inventory(0, index as u32), engine.keys(), "{more}");
+        }
+    }
+}
+
+#[test]
+fn what_lies_in_the_hosts_memory_is_gone_to_where_the_rule_gives_it_weight() {
+    let predicted = |weights: &str| {
+        let line = format!("kvBlockSize = 16\n{weights}");
+        let fleet =
+            Fleet::start("--seed 0 --blocks 64 --cpu-blocks 4096", |rule| rule.replace("kvBlockSize = 16", &line));
+        let tokens: u64 =
+            (0..PROMPTS).map(|n| fleet.ask(&prompt(n))["usage"]["prompt_tokens"].as_u64().unwrap_or(0)).sum();
+        fleet.settle();
+        let before = fleet.both("kvlane_endpoint_hit_tokens_total");
+        for number in 0..PROMPTS {
+            fleet.ask(&prompt(number));
+        }
+        let predicted = fleet.both("kvlane_endpoint_hit_tokens_total") - before;
+        predicted / tokens as f64
+    };
+    // The devices hold about half of the prompts; all of them were copied to the host.
+    let (weighed, device) = (predicted("kvMediumWeights = { cpu = 50 }"), predicted(""));
+    assert!(weighed > 0.9 && device < 0.9, "{weighed}, and on the devices alone {device}");
+}
+
 /// The harness's rule for another kind of engine, whose own algorithm holds.
 fn of_kind(rule: &str, kind: &str) -> String {
     let rule = rule.replace("kvEngineType = \"vllm\"", &format!("kvEngineType = \"{kind}\""));

@@ -425,7 +425,8 @@ impl Worker {
         let Some(endpoint) = service.endpoints.get_mut(&index) else { return };
         let address = format!("http://{}/kv_cache_events", from.address);
         let name = StreamName { service: id, endpoint: index, label, rank: Rank(0), address };
-        let blocks = DrainBlocks { block_tokens: service.block_tokens, weights: service.weights };
+        let Service { block_tokens, weights, .. } = *service;
+        let blocks = DrainBlocks { block_tokens, weights, blocks_max: self.blocks_max };
         match DrainSource::open(name, from, blocks, &endpoint.by_use, self.poller.waker()) {
             Ok(drain) => {
                 self.shared.register_drain(&drain);

@@ -49,7 +49,7 @@ const ERROR_RETRY: Duration = Duration::from_secs(1);
 /// Longest wait without a look at whether to stop.
 const SLICE: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 * 1024;
-/// Blocks linked per engine. Beyond it the oldest ends of chains are given up.
+/// Blocks linked per engine, whatever is asked for.
 const KEYS_MAX: usize = 2_000_000;
 
 /// What to drain.
@@ -72,6 +72,8 @@ pub(crate) struct DrainBlocks {
     pub(crate) block_tokens: u32,
     /// `kvMediumWeights`.
     pub(crate) weights: MediumWeights,
+    /// Most blocks linked per engine; beyond it, and beyond [`KEYS_MAX`], the oldest ends of chains are given up.
+    pub(crate) blocks_max: usize,
 }
 
 impl DrainFrom {
@@ -173,7 +175,7 @@ impl Drain {
             from: from.clone(),
             label: label.to_owned(),
             block_tokens,
-            state: State::new(block_tokens, KEYS_MAX).weigh(blocks.weights),
+            state: State::new(block_tokens, blocks.blocks_max.min(KEYS_MAX)).weigh(blocks.weights),
             ownership: Ownership::new(RandomState::new().hash_one(from.address)),
             started: Instant::now(),
             batches,

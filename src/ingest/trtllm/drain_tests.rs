@@ -154,7 +154,7 @@ impl Reader {
 
     fn with(from: &DrainFrom) -> Self {
         let poller = Poller::new().unwrap();
-        let blocks = DrainBlocks { block_tokens: 4, weights: MediumWeights::default() };
+        let blocks = DrainBlocks { block_tokens: 4, weights: MediumWeights::default(), blocks_max: 1_000 };
         let drain = Drain::start(from, "engine", blocks, poller.waker()).unwrap();
         Reader { drain, held: BTreeSet::new(), eligible: false, _poller: poller }
     }

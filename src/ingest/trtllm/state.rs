@@ -21,7 +21,7 @@
 
 #![forbid(unsafe_code)]
 
-use shards::block::trtllm::{V1Block, salt_id, tokens_root, v2_root};
+use shards::block::trtllm::{V1Block, salt_id, std_salt_id, tokens_root, v2_root};
 use shards::ids::BlockKey;
 use shards::inventory::Medium;
 use shards::service::MediumWeights;
@@ -339,7 +339,10 @@ impl State {
         let fits = match signs.algo {
             KeyAlgo::V1 => {
                 let before = parent.as_ref().map_or(0, |parent| parent.key.0);
-                V1Block { parent: before, tokens, salt, ..V1Block::default() }.key() == key.0
+                // Builds differ in what they make of a salt.
+                [salt, signs.salt.map(std_salt_id)]
+                    .into_iter()
+                    .any(|salt| V1Block { parent: before, tokens, salt, ..V1Block::default() }.key() == key.0)
             }
             KeyAlgo::V2 => {
                 let before = match &parent {
