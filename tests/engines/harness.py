@@ -14,6 +14,7 @@ from pathlib import Path
 
 HOST = "127.0.0.1"
 MODEL = "Qwen/Qwen3-0.6B"
+ADAPTERS = ("alpha", "beta")
 # An engine that has not come up by then will not.
 ENGINE_START_S = 300
 READY_S = 60
@@ -88,6 +89,9 @@ class Engine:
         command += ["-a", options.algorithm, "-s", options.seed or "none", "-b", options.block_tokens]
         command += ["-B", options.blocks, "-i", int(options.int_keys), "-e", self.place.venv]
         command += ["-w", ENGINE_START_S]
+        if options.adapters:
+            named = [f"{name}={self.place.engines}/models/tiny-qwen3-lora-{name}" for name in ADAPTERS]
+            command += ["--", "--enable-lora", "--max-lora-rank", 8, "--max-loras", 2, "--lora-modules", *named]
         self.process = subprocess.Popen(
             [str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )

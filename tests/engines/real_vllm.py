@@ -40,6 +40,8 @@ class Options:
     block_tokens: int = 16
     blocks: int = 512
     int_keys: bool = True
+    # Serve LoRA adapters beside the model.
+    adapters: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,7 @@ def cases(fixed_seed):
     seeded, unseeded = both(Options(cbor, "0")), both(Options(cbor))
     xx_seeded, xx_random = both(Options(xx, "7")), both(Options(xx))
     plain_seeded, plain_unseeded = both(Options(plain, "0")), both(Options(plain))
+    adapters = both(Options(cbor, "0", adapters=True))
     exact, derived = both("exact"), both("derived")
     unset = exact if fixed_seed else derived
     no_seed_fault = both([]) if fixed_seed else both(["seed"])
@@ -101,6 +104,8 @@ def cases(fixed_seed):
             ("exact", "derived"),
             ([], ["seed"]),
         ),
+        Case("adapters", adapters, rule(cbor, "0"), exact),
+        Case("adapters, wrong seed stated", adapters, rule(cbor, "1"), derived, both(["seed"])),
         Case("bytes as keys, small caches", both(Options(cbor, "0", blocks=150, int_keys=False)), rule(cbor, "0"), exact),
     ]
 
@@ -116,6 +121,8 @@ class Record:
     predicted: int
     prompt: int
     cached: int
+    # Sent elsewhere on purpose: an overloaded holder, or an endpoint that shall become warm.
+    diverted: bool
 
     def claims_hit(self):
         return self.predicted > 0 or self.cached > 0
@@ -130,12 +137,10 @@ class Run:
         self.gateway = gateway
         self.records = []
         self.errors = []
-        self.holders = {}
-        self.diverted = 0
 
     def send(self, conversation, step):
         """Sends what the conversation says now; the answer's text."""
-        before, _ = self.gateway.decisions()
+        before, diverted_before = self.gateway.decisions()
         body = conversation.body()
         try:
             status, answer = harness.call(self.gateway.port, "POST", conversation.path, body)
@@ -144,15 +149,17 @@ class Run:
         if status != 200:
             self.errors.append(f"{conversation.name}, {step}: {status} {answer[:200]}")
             return None
-        after, self.diverted = self.gateway.decisions()
+        after, diverted = self.gateway.decisions()
         changed = [ep for ep in after if after[ep][0] != before[ep][0]]
         # A request that was sent again counts at both; the one that answered is the last, and alone has an inventory.
         endpoint = changed[-1] if len(changed) == 1 else max(changed, key=lambda ep: after[ep][1] - before[ep][1])
         predicted = after[endpoint][1] - before[endpoint][1]
         said, prompt, cached = workload.read_answer(answer, body.get("stream", False))
-        holder = self.holders.get(conversation.name)
-        self.holders[conversation.name] = endpoint
-        self.records.append(Record(conversation.name, step, endpoint, holder, predicted, prompt, cached))
+        record = Record(
+            conversation.name, step, endpoint, conversation.holder, predicted, prompt, cached, diverted != diverted_before
+        )
+        conversation.holder = endpoint
+        self.records.append(record)
         return said
 
     def rounds(self, conversations, grown=2):
@@ -181,7 +188,7 @@ class Run:
         self.gateway.wait_ready(len(self.engines))
         for conversation in conversations:
             self.send(conversation, "both engines are up")
-        self.rounds(workload.conversations(self.case.name + " after the restart"), grown=1)
+        self.rounds(workload.conversations(self.case.name + " after the restart", self.case.engines[0].adapters), grown=1)
 
 
 def check_verdicts(case, gateway):
@@ -226,7 +233,7 @@ def check_counters(run, before, problems):
 
 def judge(run, problems):
     """Shares of repeats at their holder, and of hits confirmed: a row of the table."""
-    repeats = [r for r in run.records if r.holder is not None and r.step != "one engine is down"]
+    repeats = [r for r in run.records if r.holder is not None and not r.diverted and r.step != "one engine is down"]
     at_holder = [r for r in repeats if r.endpoint == r.holder]
     hits = [r for r in run.records if r.claims_hit()]
     wrong = [r for r in hits if r.predicted != r.cached]
@@ -248,7 +255,7 @@ def judge(run, problems):
         "fewer": sum(r.cached < r.predicted for r in wrong),
         "more": sum(r.cached > r.predicted for r in wrong),
         "cached": sum(r.cached for r in run.records) / max(1, sum(r.prompt for r in run.records)),
-        "diverted": run.diverted,
+        "diverted": sum(r.diverted for r in run.records),
         "wrong": [dataclasses.asdict(r) for r in wrong + [r for r in repeats if r.endpoint != r.holder]],
     }
 
@@ -260,7 +267,7 @@ def run_case(case, engines, arguments):
     try:
         gateway.wait_ready(len(engines))
         run = Run(case, engines, gateway)
-        conversations = workload.conversations(case.name)
+        conversations = workload.conversations(case.name, case.engines[0].adapters)
         run.rounds(conversations)
         if case.restart:
             run.restart(conversations)

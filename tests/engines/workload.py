@@ -3,7 +3,7 @@
 import json
 import random
 
-from harness import MODEL
+from harness import ADAPTERS, MODEL
 
 WORDS = (
     "river stone boat harbour lantern winter letter garden engine window market bridge signal table orange keyboard "
@@ -28,10 +28,11 @@ TOOLS = [
 
 
 class Chat:
-    """A conversation; each turn holds all turns before it."""
+    """A conversation; each turn holds all turns before it. `holder` is the endpoint that answered last."""
 
     def __init__(self, name, rng, system=None, **options):
         self.name = name
+        self.holder = None
         self.rng = rng
         self.path = "/v1/chat/completions"
         self.options = options
@@ -47,10 +48,11 @@ class Chat:
 
 
 class Completion:
-    """A prompt as text or token ids, which gets longer."""
+    """A prompt as text or token ids, which gets longer. `holder` as of a chat."""
 
     def __init__(self, name, rng, head, **options):
         self.name = name
+        self.holder = None
         self.rng = rng
         self.path = "/v1/completions"
         self.options = options
@@ -74,8 +76,8 @@ class Tokens(Completion):
         self.prompt = self.prompt + self.more()
 
 
-def conversations(name):
-    """Those of one case; other names give other texts."""
+def conversations(name, adapters):
+    """Those of one case, with LoRA adapters where these are served; other names give other texts."""
     rng = random.Random(name)
     systems = [f"You are helper {number} of {name}. " + text(rng, 50) for number in range(2)]
     heads = [f"Report {number} of {name}: " + text(rng, 60) for number in range(2)]
@@ -88,6 +90,8 @@ def conversations(name):
     texts = [Completion(f"completion {number}", rng, heads[number % 2]) for number in range(4)]
     texts.append(Completion("completion, streamed", rng, heads[0], stream=True, stream_options={"include_usage": True}))
     texts.append(Tokens("completion of token ids", rng, []))
+    for adapter in ADAPTERS if adapters else ():
+        chats += [Chat(f"chat {number} with adapter {adapter}", rng, systems[0], model=adapter) for number in range(2)]
     return chats + texts
 
 
