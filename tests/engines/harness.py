@@ -87,8 +87,9 @@ class Engine:
         options = self.options
         command = [self.place.serve, self.place.engines, "-n", "1", "-p", self.port, "-z", self.events_port]
         command += ["-a", options.algorithm, "-s", options.seed or "none", "-b", options.block_tokens]
-        command += ["-B", options.blocks, "-i", int(options.int_keys), "-e", self.place.venv]
-        command += ["-w", ENGINE_START_S]
+        command += ["-B", options.blocks, "-i", int(options.int_keys), "-e", self.place.venv, "-m", options.model]
+        # An engine whose cache has no room for the longest prompt refuses to start.
+        command += ["-l", min(4096, options.block_tokens * (options.blocks - 1)), "-w", ENGINE_START_S]
         if options.adapters:
             named = [f"{name}={self.place.engines}/models/tiny-qwen3-lora-{name}" for name in ADAPTERS]
             command += ["--", "--enable-lora", "--max-lora-rank", 8, "--max-loras", 2, "--lora-modules", *named]

@@ -126,7 +126,8 @@ mod tests {
     fn an_adapter_and_a_salt_make_another_chain_each() {
         let root_of = DerivedChain::root_of;
         let (a, b) = (Some("a"), Some("b"));
-        let chains = [(None, None), (a, None), (None, a), (b, None), (a, a), (a, b), (Some("ab"), None), (None, Some(""))];
+        let chains =
+            [(None, None), (a, None), (None, a), (b, None), (a, a), (a, b), (Some("ab"), None), (None, Some(""))];
         let roots = chains.map(|(adapter, salt)| root_of(adapter, salt));
         for (index, root) in roots.iter().enumerate() {
             assert_eq!(roots.iter().position(|other| other == root), Some(index), "{:?}", chains[index]);
