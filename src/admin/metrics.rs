@@ -14,6 +14,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
+use shards::ids::ServiceId;
 use shards::service::{Endpoint, EndpointStats, MissReason, ServiceStats};
 
 use crate::supervise::{Control, Entry, ShardView, View};
@@ -145,6 +146,16 @@ fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std
     families.gauge("loxilb_pd_ep_info", "Address of the endpoint", info)?;
     let up = each_endpoint(view).map(|(labels, endpoint)| (labels, u64::from(endpoint.is_candidate())));
     families.gauge("kvlane_endpoint_up", "Whether requests may go to the endpoint", up)?;
+    let faults = each_endpoint(view).flat_map(|(labels, endpoint)| {
+        let service = labels[0].1.parse().map_or(ServiceId(u32::MAX), ServiceId);
+        let findings = control.findings.of((service, endpoint.shared.index));
+        findings.into_iter().map(move |finding| {
+            let mut labels = labels.clone();
+            labels.push(("leg", finding.leg.name().to_owned()));
+            (labels, 1)
+        })
+    });
+    families.gauge("kvlane_parity_endpoint_fault", "What is wrong with the endpoint as a whole", faults)?;
     let flight = each_endpoint(view).map(|(labels, e)| (labels, u64::from(control.loads.total(e.shared.slot))));
     families.gauge("kvlane_endpoint_in_flight", "Requests under way at the endpoint", flight)
 }
