@@ -65,10 +65,11 @@ fn what_cannot_be_reached_or_refuses_the_token_is_named_with_its_fix() {
     let (_scratch, path) = config(&format!(
         "[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {}\nprotocol = \"tcp\"\nkvExactMode = 3\nengineTokenFile = \"{}\"\n\n\
          [[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {}\nweight = 1\n\n\
-         [[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {nobody}\nweight = 1\n",
+         [[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {nobody}\nweight = 1\nkvZmqPort = {}\n",
         free_port(),
         token.display(),
-        locked.address.port()
+        locked.address.port(),
+        free_port(),
     ));
     let found = Diagnosis::of(&["-c", &path, "--wait", "1"]);
     assert_eq!(

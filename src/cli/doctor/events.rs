@@ -66,7 +66,11 @@ pub(super) async fn check(cases: Vec<Case>, listening: Listening, report: &mut R
             }
         }
     }
-    wait(&rehearsal, &heard, listening.time, &|stream| stream.connected && !is_replay_open(stream)).await;
+    let ready = |stream: &StreamStatus| {
+        let replays = heard.iter().any(|one| one.has_replay(stream));
+        stream.connected && (stream.replay != Replay::Untried || !replays)
+    };
+    wait(&rehearsal, &heard, listening.time, &ready).await;
     if listening.probe {
         for one in &mut heard {
             one.probe().await;
@@ -101,13 +105,8 @@ async fn wait(rehearsal: &Rehearsal, heard: &[Heard], time: Duration, wanted: &d
     }
 }
 
-/// Whether a replay may still bring something.
-fn is_replay_open(stream: &StreamStatus) -> bool {
-    stream.replay == Replay::Untried
-}
-
 fn is_judged(stream: &StreamStatus) -> bool {
-    stream.connected && stream.finding.as_ref().is_none_or(|finding| finding.verdict != Verdict::Believed)
+    stream.connected && stream.finding.as_ref().is_some_and(|finding| finding.verdict != Verdict::Believed)
 }
 
 impl Heard {
@@ -126,6 +125,13 @@ impl Heard {
         }
         // The rule was just made: its endpoints have their indices in its order.
         self.case.checked.get(usize::from(stream.name.endpoint.0))
+    }
+
+    /// Whether the stream's endpoint has a replay address.
+    fn has_replay(&self, stream: &StreamStatus) -> bool {
+        let endpoint = self.case.rule.endpoints.get(usize::from(stream.name.endpoint.0));
+        let events = endpoint.filter(|_| stream.name.service == self.entry.id).and_then(|endpoint| endpoint.events);
+        events.is_some_and(|events| events.replay_port.is_some())
     }
 
     /// Sends one short generation to each engine that answered.
@@ -204,8 +210,10 @@ impl Heard {
             if own.is_empty() {
                 self.report_elsewhere(place, subject, listening, report);
             }
+            // A probe goes to one rank: it is enough that one of them announces it.
+            let must_speak = matches!(self.probes[place], Some(Ok(()))) && own.iter().all(|stream| stream.events == 0);
             for stream in &own {
-                self.report_rank(stream, checked, listening, report);
+                self.report_rank(stream, checked, must_speak, report);
             }
             if matches!(self.probes[place], Some(Ok(()))) {
                 report_by_use(&own, subject, report);
@@ -229,7 +237,7 @@ impl Heard {
         report.unknown(subject, "events", says, ask);
     }
 
-    fn report_rank(&self, stream: &StreamStatus, checked: &Checked, listening: Listening, report: &mut Report) {
+    fn report_rank(&self, stream: &StreamStatus, checked: &Checked, must_speak: bool, report: &mut Report) {
         let ranks = self.case.rule.kv.as_ref().map_or(1, |kv| kv.ranks);
         let subject = match ranks {
             1 => checked.subject.clone(),
@@ -242,21 +250,14 @@ impl Heard {
         }
         match stream.events {
             0 => {
-                let fix = if listening.probe {
-                    "see that it caches prefixes and publishes events"
-                } else {
-                    "send it a prompt, or give --probe"
-                };
                 let says = format!("{address}: connected, and nothing published in this time");
-                // A prompt that was answered must have been announced.
-                match listening.probe && checked.model.is_some() {
-                    true => report.wrong(
-                        &subject,
-                        "events",
-                        says,
-                        format!("{fix}: {}", events_option(self.case.rule.engine)),
-                    ),
-                    false => report.unknown(&subject, "events", says, fix),
+                match must_speak {
+                    true => {
+                        let option = events_option(self.case.rule.engine);
+                        let fix = format!("see that it caches prefixes and publishes events: {option}");
+                        report.wrong(&subject, "events", says, fix);
+                    }
+                    false => report.unknown(&subject, "events", says, "send it a prompt, or give --probe"),
                 }
             }
             events => report.right(&subject, "events", format!("{address}: {events} events, {} blocks", stream.held)),
@@ -272,9 +273,8 @@ impl Heard {
             ),
             Replay::Untried => report.unknown(&subject, "replay", "not asked: no address", "kvReplayPort names it"),
         }
-        if let Some(finding) = &stream.finding {
-            self.report_finding(finding, stream, checked, &subject, report);
-        }
+        let finding = stream.finding.clone().unwrap_or_default();
+        self.report_finding(&finding, stream, checked, &subject, report);
     }
 
     /// One line per leg: those at fault, and those that the blocks prove.
@@ -287,17 +287,17 @@ impl Heard {
         report: &mut Report,
     ) {
         let Some(kv) = &self.case.rule.kv else { return };
+        if self.case.rule.engine == Engine::Trtllm {
+            // Its keys are made of tokens, whatever the engine's are: there is nothing to verify.
+            return;
+        }
         if finding.verdict == Verdict::Believed {
             let says = "no first block of a prompt was seen: the rule is believed";
             return report.unknown(subject, "keys", says, "send the engine a prompt, or give --probe");
         }
-        // What the engine said of itself stands in a line already.
-        let said = |leg: Leg| match leg {
-            Leg::BlockSize => checked.block_tokens.is_some(),
-            Leg::Algorithm => checked.algorithm.is_some(),
-            _ => false,
-        };
-        for leg in finding.faults.iter().filter(|leg| !said(**leg)) {
+        // What the engine said of itself stands in a line already, and whether it is wrong.
+        let (said, said_wrong) = (|leg: Leg| checked.says(leg), |leg: Leg| checked.says_wrong(leg, kv));
+        for leg in finding.faults.iter().filter(|leg| !said_wrong(**leg)) {
             report.wrong(subject, leg.name(), finding.detail.clone(), fix_of(*leg, stream));
         }
         if finding.faults.is_empty() {

@@ -121,10 +121,10 @@ async fn examine(args: &DoctorArgs, config: Option<&Config>, report: &mut Report
     let url = args.url.as_deref().map(gateway::Gateway::at).transpose()?;
     let peer = args.peer.as_deref().map(gateway::Gateway::at).transpose()?;
     if let Some(config) = config {
-        let mut cases = Vec::new();
+        let (mut cases, mut library) = (Vec::new(), engine::Library::default());
         for rule in &config.rules {
             let addresses = Rehearsal::resolve(rule).await;
-            let checked = engine::check(rule, &addresses, &config.tokenizers_dir, report).await;
+            let checked = engine::check(rule, &addresses, &config.tokenizers_dir, &mut library, report).await;
             cases.push(Case { rule: rule.clone(), addresses, checked });
         }
         if config.rules.is_empty() {
