@@ -19,6 +19,7 @@ mod counts;
 mod derived;
 mod events;
 mod framing;
+pub mod inspect;
 mod msgpack;
 mod parity;
 mod poller;
@@ -51,7 +52,7 @@ use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
 pub use status::{Replay, StreamName, StreamStatus};
-pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, check_any_json as check_any_trtllm_json};
+pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, SecondDrainer, check_any_json as check_any_trtllm_json};
 use trtllm::{DrainSource, DrainStats};
 use worker::{Command, Worker, WorkerOptions};
 

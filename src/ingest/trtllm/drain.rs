@@ -22,7 +22,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crossbeam::channel::{Receiver, SendTimeoutError, Sender, bounded};
 
@@ -37,7 +37,7 @@ use super::state::{Continuity, Op, State, Tally};
 const BATCHES_MAX: usize = 16;
 const SERVER_INFO: Question =
     Question { method: "GET", path: "/server_info", deadline: Duration::from_secs(5), bytes_max: 1 << 20 };
-const EVENTS: Question =
+pub(super) const EVENTS: Question =
     Question { method: "POST", path: "/kv_cache_events", deadline: Duration::from_secs(30), bytes_max: 64 << 20 };
 const UNREACHABLE_RETRY: Duration = Duration::from_secs(5);
 const REFUSED_RETRY: Duration = Duration::from_secs(60);
@@ -71,6 +71,10 @@ impl Bearer {
     #[must_use]
     pub fn new(token: &str) -> Option<Self> {
         token.bytes().all(|byte| byte.is_ascii_graphic()).then(|| Bearer(token.to_owned()))
+    }
+
+    pub(super) fn token(&self) -> &str {
+        &self.0
     }
 }
 
@@ -135,6 +139,10 @@ pub(crate) struct Report {
     pub(crate) errors: u64,
     /// Losses that a second consumer explains.
     pub(crate) ownership_faults: u64,
+    /// When the last list of events came, Unix milliseconds; 0 = never.
+    pub(crate) polled_ms: u64,
+    /// When the last event came, Unix milliseconds; 0 = never.
+    pub(crate) event_ms: u64,
 }
 
 /// What happened in an engine, for the ingest thread.
@@ -172,7 +180,7 @@ impl Drain {
         let (batches, receiver) = bounded(BATCHES_MAX);
         let (report, stop) = (Arc::<Mutex<Report>>::default(), Arc::<AtomicBool>::default());
         let runner = Runner {
-            client: Client::new(from.address, from.bearer.as_ref().map(|bearer| bearer.0.as_str())),
+            client: Client::new(from.address, from.bearer.as_ref().map(Bearer::token)),
             from: from.clone(),
             label: label.to_owned(),
             block_tokens,
@@ -306,8 +314,13 @@ impl Runner {
         drained.rejects.iter().for_each(|why| self.state.reject(*why));
         let owner = self.ownership.answered(self.started.elapsed(), drained.events.len(), gap);
         let tally = *self.state.tally();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         self.note(|report| {
             report.answers += 1;
+            report.polled_ms = now;
+            if !drained.events.is_empty() {
+                report.event_ms = now;
+            }
             report.ownership_faults += u64::from(gap && owner != Owner::We);
             report.tally = tally;
         });
