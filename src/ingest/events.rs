@@ -479,7 +479,7 @@ impl<'a> Iterator for Batch<'a> {
 }
 
 /// The property that any payload must have, for tests and fuzz targets: no panic, no more events than bytes, keys as
-/// many as announced, and a batch that is cut anywhere yields the same events up to the cut.
+/// many as announced, and a batch that is cut yields the same events up to the cut.
 ///
 /// # Panics
 /// Where the property does not hold.
@@ -501,7 +501,8 @@ pub fn check_any_bytes(payload: &[u8]) {
             assert_eq!(keys.iter().count(), keys.len() as usize);
         }
     }
-    for cut in 0..payload.len() {
+    // Everywhere in a short one, in 64 places of a long one: the time of all of them is quadratic.
+    for cut in (0..payload.len()).step_by(payload.len() / 64 + 1) {
         let Ok(batch) = Batch::open(&payload[..cut]) else { continue };
         let part: Vec<_> = batch.collect();
         let understood = part.iter().take_while(|event| event.is_ok()).count();
