@@ -10,7 +10,7 @@ use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{Api, BodyView, Job, Keying, ModelTable, PrefixCache, Step};
 use crate::route::Evidence;
-use crate::service::{KvExact, MissReason};
+use crate::service::{KvExact, MissReason, Service};
 
 use super::routes::{LocalService, RequestView};
 
@@ -96,9 +96,9 @@ pub async fn score(
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
     let others_hold = has_other_spaces(reader);
     let begun = if others_hold {
-        begin(api, kv, models, body, request, &mut PrefixCache::new(0))
+        begin(api, &local.service, kv, models, body, request, &mut PrefixCache::new(0))
     } else {
-        begin(api, kv, models, body, request, &mut prefixes.borrow_mut())
+        begin(api, &local.service, kv, models, body, request, &mut prefixes.borrow_mut())
     };
     let mut job = match begun {
         Ok(job) => job,
@@ -119,6 +119,7 @@ pub async fn score(
 
 fn begin<'a>(
     api: Api,
+    service: &Service,
     kv: &KvExact,
     models: &ModelTable,
     body: &BodyView<'a>,
@@ -126,13 +127,16 @@ fn begin<'a>(
     prefixes: &mut PrefixCache,
 ) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
-    let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
+    let named = body.model.as_deref().or_else(|| request.model());
+    // `/generate` names none: then it is the rule's.
+    let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
     let adapter = kv.adapters.get(model);
     let base = adapter.map_or(model, |adapter| &adapter.base);
     let model = models.lookup(base).ready()?;
     let lora = adapter.map(|adapter| &adapter.lora);
+    let rendering = kv.rendering(service.engine);
     let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
-    Job::of_view(api, body, model, kv.chat_template.as_ref(), keying, prefixes)
+    Job::of_view(api, body, model, rendering, keying, prefixes)
 }
 
 /// Whether some holder's keys are not the rule's.
