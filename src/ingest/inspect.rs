@@ -31,9 +31,10 @@ pub fn message(engine: Engine, frames: &[&[u8]], replayed: bool) -> Value {
     match framed {
         Framed::Batch(seq, bytes) => {
             let topic = frames.len().checked_sub(3).and_then(|place| frames.get(place)).copied().unwrap_or_default();
-            let mut shown = payload(engine, bytes);
+            let mut shown = Map::new();
             shown.insert("seq".to_owned(), json!(seq));
             shown.insert("topic".to_owned(), json!(String::from_utf8_lossy(topic)));
+            shown.extend(payload(engine, bytes));
             Value::Object(shown)
         }
         Framed::End => json!({"replay_end": true}),
