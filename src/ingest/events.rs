@@ -213,6 +213,15 @@ impl<'a> Marks<'a> {
         ]
     }
 
+    /// The adapter's name and the salt that all the blocks have in common; none where they have more in common than
+    /// these. The adapter's id, where its name stands beside it, says nothing more.
+    pub(crate) fn names(&self) -> Option<(Option<&'a str>, Option<&'a str>)> {
+        let adapter = self.lora_name();
+        let is_named = adapter.is_some() || (self.lora_id.is_none() && self.lora_name.is_none());
+        let is_salted = self.cache_salt.is_none() || text(self.cache_salt).is_some();
+        (is_named && is_salted && self.mm_keys.is_none()).then(|| (adapter, text(self.cache_salt)))
+    }
+
     /// The tokens that the first block's hash looks ahead to.
     pub(crate) fn first_lookahead(&self) -> Vec<u32> {
         let mut ids = Vec::new();
