@@ -17,7 +17,7 @@ use super::msgpack::{Head, Reader};
 use super::poller::Poller;
 use super::sockets::{Contexts, Error as SocketError, Frames, Link, Watched};
 use super::tokens::Spelling;
-use super::trtllm::{self, Bearer};
+use super::trtllm;
 
 /// Bytes of a rejected event that are shown.
 const REJECTED_BYTES_MAX: usize = 256;
@@ -305,8 +305,8 @@ impl Tap {
 ///
 /// # Errors
 /// A text: no answer, or one that is no list of events.
-pub fn drain_once(address: SocketAddr, bearer: Option<&Bearer>) -> Result<Vec<Value>, String> {
-    trtllm::drain_once(address, bearer)
+pub fn drain_once(address: SocketAddr) -> Result<Vec<Value>, String> {
+    trtllm::drain_once(address)
 }
 
 /// The events of a drain's answer.

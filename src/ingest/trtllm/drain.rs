@@ -72,10 +72,6 @@ impl Bearer {
     pub fn new(token: &str) -> Option<Self> {
         token.bytes().all(|byte| byte.is_ascii_graphic()).then(|| Bearer(token.to_owned()))
     }
-
-    pub(super) fn token(&self) -> &str {
-        &self.0
-    }
 }
 
 impl std::fmt::Debug for Bearer {
@@ -180,7 +176,7 @@ impl Drain {
         let (batches, receiver) = bounded(BATCHES_MAX);
         let (report, stop) = (Arc::<Mutex<Report>>::default(), Arc::<AtomicBool>::default());
         let runner = Runner {
-            client: Client::new(from.address, from.bearer.as_ref().map(Bearer::token)),
+            client: Client::new(from.address, from.bearer.as_ref().map(|bearer| bearer.0.as_str())),
             from: from.clone(),
             label: label.to_owned(),
             block_tokens,
