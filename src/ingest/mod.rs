@@ -316,6 +316,6 @@ fn spawn(number: usize, core: Option<usize>, worker: WorkerOptions) -> io::Resul
 }
 
 #[cfg(test)]
-mod history_tests;
+mod histories;
 #[cfg(test)]
 mod wire_tests;

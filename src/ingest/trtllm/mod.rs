@@ -21,3 +21,8 @@ pub(crate) use inspect::{drain_once, drained};
 pub use json::check_any_json;
 pub(crate) use source::{DrainSource, DrainStats};
 pub use source::{DrainStatus, SecondDrainer};
+#[cfg(test)]
+pub(super) use {
+    drain::{Drain, Runner},
+    json::Drained,
+};

@@ -174,8 +174,13 @@ impl DrainSource {
     /// Where no thread can be had.
     pub(crate) fn open(name: StreamName, from: DrainFrom, block_tokens: u32, waker: Waker) -> std::io::Result<Self> {
         let drain = Drain::start(&from, &name.label, block_tokens, waker)?;
+        Ok(Self::new(name, from, drain))
+    }
+
+    /// What a drain brings.
+    pub(crate) fn new(name: StreamName, from: DrainFrom, drain: Drain) -> Self {
         let endpoint = name.endpoint;
-        Ok(DrainSource { name, from, drain, endpoint, holders: Vec::new(), eligible: false, distinct: 0 })
+        DrainSource { name, from, drain, endpoint, holders: Vec::new(), eligible: false, distinct: 0 }
     }
 
     /// What the control thread reads.
