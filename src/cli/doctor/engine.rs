@@ -159,29 +159,34 @@ struct Asked<'a> {
 }
 
 impl Asked<'_> {
-    async fn report(&self, told: Told, library: &mut Library, checked: &mut Checked, report: &mut Report) {
-        let (rule, subject) = (self.rule, checked.subject.clone());
-        match &told.health {
-            Answer::Status(status @ (401 | 403)) => return report_denied(rule, &subject, *status, report),
+    /// Whether the engine may be asked further.
+    fn report_health(&self, health: &Answer, subject: &str, report: &mut Report) -> bool {
+        match health {
+            Answer::Status(status @ (401 | 403)) => report_denied(self.rule, subject, *status, report),
             Answer::Status(status) if *status < 500 => {
-                report.right(&subject, "reach", format!("GET /health: {status}"))
+                report.right(subject, "reach", format!("GET /health: {status}"));
+                return true;
             }
             Answer::Status(status) => {
                 let fix = "see the engine's log: it says itself that it is not well";
-                report.wrong(&subject, "reach", format!("GET /health: {status}"), fix);
+                report.wrong(subject, "reach", format!("GET /health: {status}"), fix);
+                return true;
             }
             Answer::None => {
                 let fix = "start the engine, or correct endpointIP and targetPort";
-                return report.wrong(&subject, "reach", format!("no answer from {}", self.address), fix);
+                report.wrong(subject, "reach", format!("no answer from {}", self.address), fix);
             }
             Answer::Unasked(why) => {
-                return report.unknown(
-                    &subject,
-                    "reach",
-                    format!("not asked: {why}"),
-                    "free resources of this machine",
-                );
+                report.unknown(subject, "reach", format!("not asked: {why}"), "free resources of this machine");
             }
+        }
+        false
+    }
+
+    async fn report(&self, told: Told, library: &mut Library, checked: &mut Checked, report: &mut Report) {
+        let (rule, subject) = (self.rule, checked.subject.clone());
+        if !self.report_health(&told.health, &subject, report) {
+            return;
         }
         checked.reachable = true;
         let Some(kv) = &rule.kv else {
