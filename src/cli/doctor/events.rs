@@ -316,15 +316,12 @@ impl Heard {
         let keys = format!("{}: {}", finding.verdict.name(), finding.detail);
         match finding.verdict {
             Verdict::Exact => report.right(subject, "keys", keys),
-            Verdict::Refused => report.wrong(subject, "keys", keys, "until then the endpoint is chosen by sel"),
-            Verdict::Derived | Verdict::Believed => {
-                report.unknown(
-                    subject,
-                    "keys",
-                    keys,
-                    "prompts still go where their blocks are, by keys of the gateway's own",
-                );
+            Verdict::Derived => {
+                let note = "prompts go where their blocks are all the same, by keys of the gateway's own";
+                report.unknown(subject, "keys", finding.verdict.name(), note);
             }
+            Verdict::Refused => report.wrong(subject, "keys", keys, "until then the endpoint is chosen by sel"),
+            Verdict::Believed => {}
         }
     }
 }
