@@ -5,9 +5,6 @@
 //! block, and those of blocks that went in other ways (the bound, a second engine key of the same content) are swept
 //! out before the map is twice as large as what is held.
 //!
-//! An adapter's name and a salt, where the engine tells them, are what the chain of a prompt begins with, so that a request
-//! which says the same finds its blocks. What else makes a block more than its tokens goes into its key as it is told.
-//!
 //! A block whose parent is unknown (announced before we listened) has no own key: it and what follows it are
 //! *orphans*, counted and not routed by, until the engine announces the prefix anew.
 
@@ -22,7 +19,7 @@ use shards::ids::BlockKey;
 
 use super::calibrate::extra_keys;
 use super::counts;
-use super::events::Stored;
+use super::events::{Marks, Stored};
 
 /// Entries kept beyond twice what is held before the unneeded ones are swept out.
 const SWEEP_MIN: usize = 1024;
@@ -75,33 +72,24 @@ impl OwnKeys {
         if size == 0 || !whole || !stored.tokens.decode(&mut self.tokens) {
             return Err(NotDerived::NoTokens);
         }
-        let marks = &stored.marks;
-        let (adapter, name) = (marks.adapter(), marks.lora_name());
+        let marks = stored.marks;
         let mut extras = marks.extra_keys().peekable();
         let mut chain = match stored.parent {
-            None => {
-                let first = extras.peek().copied().flatten();
-                DerivedChain::root_of(name, marks.cache_salt().or_else(|| salt(first?, name)))
-            }
+            None => root_of(&marks, extras.peek().copied().flatten()),
             Some(parent) => DerivedChain::after(self.get(parent).ok_or(NotDerived::Orphan)?),
         };
-        let odd = marks.are_nobodys();
-        let mut is_root = stored.parent.is_none();
         for (tokens, engine) in self.tokens.chunks_exact(size).zip(stored.keys.iter()) {
             let extra = extras.next().flatten();
-            // An adapter and a salt are in what the chain began with.
-            let is_told = extra.is_none_or(|extra| is_told(extra, name, is_root));
-            let key = if is_told && !odd {
+            let key = if names(&marks, extra).is_some() {
                 chain.push(tokens)
             } else {
                 self.mark.clear();
-                for part in adapter.into_iter().chain(extra) {
+                for part in marks.adapter().into_iter().chain(extra) {
                     self.mark.extend_from_slice(&(part.len() as u64).to_le_bytes());
                     self.mark.extend_from_slice(part);
                 }
                 chain.push_marked(tokens, &self.mark)
             };
-            is_root = false;
             self.own.insert(engine.0, key.0);
             keys.push(key);
         }
@@ -132,21 +120,25 @@ impl OwnKeys {
     }
 }
 
-/// The salt among a first block's extra keys.
-fn salt<'a>(extra: &'a [u8], adapter: Option<&'a str>) -> Option<&'a str> {
-    let keys = extra_keys(extra, adapter)?;
-    keys.into_iter().find_map(|key| if let ExtraKey::CacheSalt(salt) = key { Some(salt) } else { None })
+/// Where the chain of a first block begins, which says of all that follow whose they are.
+fn root_of(marks: &Marks<'_>, extra: Option<&[u8]>) -> DerivedChain {
+    names(marks, extra).map_or(DerivedChain::root(), |(adapter, salt)| DerivedChain::root_of(adapter, salt))
 }
 
-/// Whether a block's extra keys are all told by what its chain began with: the adapter's name, and in the first block a
-/// salt.
-fn is_told(extra: &[u8], adapter: Option<&str>, is_root: bool) -> bool {
-    let told = |key: &ExtraKey<'_>| match key {
-        ExtraKey::Lora { .. } => true,
-        ExtraKey::CacheSalt(_) => is_root,
-        _ => false,
-    };
-    extra_keys(extra, adapter).is_some_and(|keys| keys.iter().all(told))
+/// The adapter and the salt of a block, where these and its tokens are all that it is: a request says both, so that its
+/// prompt can be given the same key. Otherwise none, and what is announced marks the block as it stands.
+fn names<'a>(marks: &Marks<'a>, extra: Option<&'a [u8]>) -> Option<(Option<&'a str>, Option<&'a str>)> {
+    let (mut adapter, mut salt) = marks.names()?;
+    if let Some(extra) = extra {
+        for key in extra_keys(extra, adapter)? {
+            match key {
+                ExtraKey::Lora { name, .. } => adapter = Some(name),
+                ExtraKey::CacheSalt(text) => salt = Some(text),
+                _ => return None,
+            }
+        }
+    }
+    Some((adapter, salt))
 }
 
 #[cfg(test)]

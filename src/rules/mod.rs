@@ -5,9 +5,10 @@
 //! follows sees no raw input: [`readback`] shows a rule, [`compile`] makes the [`shards::service::Service`].
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
-//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`,
-//! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and
-//! `kvMediumWeights`, and an endpoint `kvZmqPort`, `kvReplayPort` and `kvZmqBind`.
+//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvMinMatchTokens`,
+//! `kvSpillRelief`, `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvReplayPortOffset`,
+//! `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`, `kvReplayPort` and
+//! `kvZmqBind`.
 
 #![forbid(unsafe_code)]
 
@@ -18,7 +19,9 @@ mod defaults;
 mod endpoints;
 mod kv;
 mod others;
+mod prompts;
 mod readback;
+mod seal;
 mod token;
 
 use std::collections::BTreeMap;
@@ -27,12 +30,15 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use shards::prompt::Rendering;
 use shards::service::{Engine, MediumWeights, PathMatch, Select};
 
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
 pub use defaults::{DrainPoll, KvDefaults};
-pub use readback::readback;
+pub use prompts::PromptOptions;
+pub use readback::{contract_of, readback};
+pub use seal::Nonce;
 pub use token::{EngineToken, TokenError};
 
 /// Most endpoints of one rule. A rule with more is refused.
@@ -163,6 +169,8 @@ pub struct KvRule {
     pub seed: Option<String>,
     /// `kvChatTemplate`.
     pub chat_template: Option<ChatTemplate>,
+    /// `kvChatTemplateKwargs` and `kvAddBos`.
+    pub prompts: PromptOptions,
     /// `kvMinMatchTokens`: shorter prompts are not scored; 0 = all are.
     pub min_match_tokens: u32,
     /// `kvSpillRelief`.
@@ -182,6 +190,19 @@ pub struct KvRule {
     pub drain_poll: DrainPoll,
     /// `kvMediumWeights`: what a block in another medium than device memory is worth.
     pub weights: MediumWeights,
+}
+
+impl KvRule {
+    /// How the rule's engines turn requests into prompts.
+    #[must_use]
+    pub fn rendering(&self, engine: Engine) -> Rendering<'_> {
+        Rendering {
+            engine,
+            template: self.chat_template.as_ref().map(|template| &template.text),
+            kwargs: self.prompts.template_kwargs.as_deref(),
+            add_bos: self.prompts.add_bos,
+        }
+    }
 }
 
 /// A chat template named by a rule.

@@ -128,7 +128,13 @@ impl Store for EvmapStore {
         }
         for &endpoint in first {
             let blocks = std::mem::take(&mut self.blocks[usize::from(endpoint)]);
-            runs.push(Run { endpoint: EndpointIndex(endpoint), rank: Rank(0), medium: Medium::Device, blocks });
+            runs.push(Run {
+                endpoint: EndpointIndex(endpoint),
+                rank: Rank(0),
+                medium: Medium::Device,
+                blocks,
+                block_tokens: None,
+            });
         }
     }
 }

@@ -132,7 +132,7 @@ impl KeyStream {
     }
 }
 
-/// Refuses what no TensorRT-LLM key can be made for from a prompt alone.
+/// Refuses what neither TensorRT-LLM's keys nor our own can be made for from a prompt alone.
 fn no_items(extras: &PromptExtras) -> Result<(), ContractError> {
     match () {
         () if !extras.mm.is_empty() => Err(ContractError::Unkeyed { what: "multimodal items" }),

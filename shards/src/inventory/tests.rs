@@ -354,7 +354,8 @@ impl Model {
             let has = |key: &&BlockKey| self.keys.get(&key.0).is_some_and(|holders| holders.contains(holder));
             let blocks = prompt.iter().take_while(has).count() as u32;
             if blocks > 0 {
-                runs.push(Run { endpoint: info.endpoint, rank: info.rank, medium: info.medium, blocks });
+                let medium = info.medium;
+                runs.push(Run { endpoint: info.endpoint, rank: info.rank, medium, blocks, block_tokens: None });
             }
         }
         runs

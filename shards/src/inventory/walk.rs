@@ -76,7 +76,7 @@ impl Walk {
             let valid = slot.state == SlotState::Eligible && slot.generation == member.generation;
             let blocks = member.blocks.min(self.depth);
             let Slot { endpoint, rank, medium, .. } = *slot;
-            (valid && blocks > 0).then_some(Run { endpoint, rank, medium, blocks })
+            (valid && blocks > 0).then_some(Run { endpoint, rank, medium, blocks, block_tokens: None })
         })
     }
 

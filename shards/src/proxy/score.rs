@@ -12,7 +12,7 @@ use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{Api, BodyView, Job, Keying, ModelTable, PrefixCache, Step};
 use crate::route::Evidence;
-use crate::service::{KvExact, MissReason};
+use crate::service::{KvExact, MissReason, Service};
 
 use super::routes::{LocalService, RequestView};
 
@@ -107,9 +107,9 @@ pub async fn score(
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
     let others_hold = has_other_spaces(reader) || forms.len() > 1;
     let begun = if others_hold {
-        begin(api, kv, models, body, request, &mut PrefixCache::new(0))
+        begin(api, &local.service, kv, models, body, request, &mut PrefixCache::new(0))
     } else {
-        begin(api, kv, models, body, request, &mut prefixes.borrow_mut())
+        begin(api, &local.service, kv, models, body, request, &mut prefixes.borrow_mut())
     };
     let mut job = match begun {
         Ok(job) => job,
@@ -117,7 +117,7 @@ pub async fn score(
     };
     ticket.breathe().await;
     let others = if others_hold { other_walks(&mut job, reader, kv, &forms) } else { Vec::new() };
-    let own = InSpace::new(SpaceIndex::OWN, kv.block_tokens);
+    let own = InSpace::new(SpaceIndex::OWN, None);
     let mut work = Work { job: Some(job), own, others, prefixes };
     loop {
         match work.slice(reader) {
@@ -130,6 +130,7 @@ pub async fn score(
 
 fn begin<'a>(
     api: Api,
+    service: &Service,
     kv: &KvExact,
     models: &ModelTable,
     body: &BodyView<'a>,
@@ -137,13 +138,16 @@ fn begin<'a>(
     prefixes: &mut PrefixCache,
 ) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
-    let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
+    let named = body.model.as_deref().or_else(|| request.model());
+    // `/generate` names none: then it is the rule's.
+    let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
     let adapter = kv.adapters.get(model);
     let base = adapter.map_or(model, |adapter| &adapter.base);
     let model = models.lookup(base).ready()?;
     let lora = adapter.map(|adapter| &adapter.lora);
+    let rendering = kv.rendering(service.engine);
     let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
-    Job::of_view(api, body, model, kv.chat_template.as_ref(), keying, prefixes)
+    Job::of_view(api, body, model, rendering, keying, prefixes)
 }
 
 /// Whether some holder's keys are not the rule's.
@@ -182,7 +186,7 @@ fn other_walks(job: &mut Job<'_>, reader: &Reader, kv: &KvExact, forms: &[Taggin
     }
     // A contract that cannot key what the request says has no holder for it.
     walks.retain(|(_, space)| job.also(&space.contract, space.block_tokens).is_ok());
-    walks.into_iter().map(|(index, space)| InSpace::new(index, space.block_tokens.get())).collect()
+    walks.into_iter().map(|(index, space)| InSpace::new(index, Some(space.block_tokens))).collect()
 }
 
 /// A key space as engines of releases with these forms of extra keys fill it.
@@ -200,7 +204,8 @@ fn in_forms(space: Space, forms: &[Tagging]) -> impl Iterator<Item = Space> {
 struct InSpace {
     space: SpaceIndex,
     walk: Walk,
-    block_tokens: u32,
+    /// Tokens per block; none = the rule's.
+    block_tokens: Option<NonZeroU32>,
     /// Some holder may go further.
     open: bool,
     /// Keys shown, in spaces beside the service's own.
@@ -210,19 +215,16 @@ struct InSpace {
 }
 
 impl InSpace {
-    fn new(space: SpaceIndex, block_tokens: u32) -> Self {
+    fn new(space: SpaceIndex, block_tokens: Option<NonZeroU32>) -> Self {
         let walk = Walk::in_space(space);
         InSpace { space, walk, block_tokens, open: true, keys: Vec::new(), runs: Vec::new() }
     }
 
-    /// Adds its runs, counted in blocks of the rule's size; what is held is at least one.
-    fn add_runs(&mut self, guard: &Guard<'_>, rule_block_tokens: u32, runs: &mut Vec<Run>) {
-        self.runs.extend(self.walk.runs(guard));
-        let scaled = |blocks: u32| {
-            let tokens = u64::from(blocks) * u64::from(self.block_tokens);
-            u32::try_from(tokens / u64::from(rule_block_tokens)).unwrap_or(u32::MAX).max(1)
-        };
-        runs.extend(self.runs.iter().map(|run| Run { blocks: scaled(run.blocks), ..*run }));
+    /// Notes its runs, and adds them to those of all spaces.
+    fn add_runs(&mut self, guard: &Guard<'_>, runs: &mut Vec<Run>) {
+        let block_tokens = self.block_tokens;
+        self.runs.extend(self.walk.runs(guard).map(|run| Run { block_tokens, ..run }));
+        runs.extend_from_slice(&self.runs);
     }
 }
 
@@ -263,7 +265,7 @@ impl Work<'_> {
         }
         let mut runs: Vec<Run> = self.own.walk.runs(&guard).collect();
         for other in &mut self.others {
-            other.add_runs(&guard, self.own.block_tokens, &mut runs);
+            other.add_runs(&guard, &mut runs);
         }
         let all = u32::try_from(job.keys().len()).unwrap_or(u32::MAX);
         if step == Step::Done && all > 0 && self.own.walk.runs(&guard).any(|run| run.blocks >= all) {

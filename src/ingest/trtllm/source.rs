@@ -52,6 +52,10 @@ pub struct DrainStatus {
     pub errors: u64,
     /// Losses that only a second consumer explains.
     pub ownership_faults: u64,
+    /// When the last list of events came, Unix milliseconds.
+    pub last_poll_ms: Option<u64>,
+    /// When the last event came, Unix milliseconds.
+    pub last_event_ms: Option<u64>,
     /// Events understood.
     pub events: u64,
     /// Plain full blocks announced.
@@ -92,7 +96,46 @@ pub struct DrainStatus {
     pub by_use: UseStatus,
 }
 
+/// What is known of another consumer of an engine's events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SecondDrainer {
+    /// Nothing speaks for one.
+    None = 0,
+    /// Events are missing that only another consumer can have taken; the drain goes on for now.
+    Suspected = 1,
+    /// They went on missing: this gateway stopped to ask.
+    Detected = 2,
+}
+
+impl SecondDrainer {
+    /// The word in the API.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            SecondDrainer::None => "none",
+            SecondDrainer::Suspected => "suspected",
+            SecondDrainer::Detected => "detected",
+        }
+    }
+}
+
 impl DrainStatus {
+    /// What is known of another consumer.
+    #[must_use]
+    pub fn second_drainer(&self) -> SecondDrainer {
+        match self.phase {
+            Phase::Contested => SecondDrainer::Suspected,
+            Phase::SecondDrainer => SecondDrainer::Detected,
+            Phase::Admitting | Phase::Unreachable | Phase::Refused | Phase::Draining => SecondDrainer::None,
+        }
+    }
+
+    /// Whether the engine's blocks count for routing; else it is chosen by `sel`.
+    #[must_use]
+    pub fn is_routed_by_cache(&self) -> bool {
+        matches!(self.phase, Phase::Draining | Phase::Contested)
+    }
+
     pub(crate) fn new(name: &StreamName, stats: &DrainStats) -> Self {
         // A report that was being written when its writer panicked is still one.
         let report = stats.report.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -105,6 +148,8 @@ impl DrainStatus {
             answers_lost: report.answers_lost,
             errors: report.errors,
             ownership_faults: report.ownership_faults,
+            last_poll_ms: Some(report.polled_ms).filter(|ms| *ms > 0),
+            last_event_ms: Some(report.event_ms).filter(|ms| *ms > 0),
             events: tally.events,
             blocks_stored: tally.stored,
             blocks_removed: tally.removed,
@@ -162,7 +207,12 @@ impl DrainSource {
         waker: Waker,
     ) -> std::io::Result<Self> {
         let drain = Drain::start(&from, &name.label, blocks, waker)?;
-        Ok(DrainSource {
+        Ok(Self::new(name, from, drain, by_use))
+    }
+
+    /// What a drain brings.
+    pub(crate) fn new(name: StreamName, from: DrainFrom, drain: Drain, by_use: &Arc<UseStats>) -> Self {
+        DrainSource {
             endpoint: name.endpoint,
             name,
             from,
@@ -174,7 +224,7 @@ impl DrainSource {
             first_blocks: 0,
             first_blocks_told: 0,
             evicted: Vec::new(),
-        })
+        }
     }
 
     /// What the control thread reads.
