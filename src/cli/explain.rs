@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use clap::Args;
 use serde_json::{Value, json};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ServiceId, ShardId};
-use shards::inventory::{self, Run};
+use shards::inventory::{self, Medium, Run};
 use shards::load::{LoadSlot, LoadTable};
 use shards::prompt::{Api, BodyView, Keying, Preview, preview};
 use shards::route::{Chooser, Decision, Evidence, Turn, decide};
