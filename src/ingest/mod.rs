@@ -42,7 +42,7 @@ use crossbeam::channel::{Sender, bounded};
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
-use shards::service::{EndpointShared, Engine};
+use shards::service::{EndpointShared, Engine, MediumWeights};
 
 pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
@@ -52,7 +52,7 @@ use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
 pub use status::{Replay, StreamName, StreamStatus};
-pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, SecondDrainer, check_any_json as check_any_trtllm_json};
+pub use trtllm::{DrainFrom, DrainStatus, Phase, SecondDrainer, check_any_json as check_any_trtllm_json};
 use trtllm::{DrainSource, DrainStats};
 use worker::{Command, Worker, WorkerOptions};
 
@@ -70,10 +70,12 @@ pub struct IngestOptions {
     pub max_blocks_per_endpoint: usize,
     /// Longest silence of a replay before it is asked for again.
     pub replay_timeout: Duration,
+    /// How long the blocks of an engine that is gone are kept aside, in case a replay proves them after all.
+    pub aside: Duration,
 }
 
 impl IngestOptions {
-    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s.
+    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s; 10 s.
     #[must_use]
     pub fn new(loads: Arc<LoadTable>) -> Self {
         IngestOptions {
@@ -81,6 +83,7 @@ impl IngestOptions {
             loads,
             max_blocks_per_endpoint: 1_000_000,
             replay_timeout: Duration::from_secs(2),
+            aside: Duration::from_secs(10),
         }
     }
 }
@@ -94,6 +97,8 @@ pub struct ServiceSources {
     pub engine: Engine,
     /// The rule's `kvBlockSize`, tokens.
     pub block_tokens: u32,
+    /// The rule's `kvMediumWeights`: blocks in media without weight are not kept.
+    pub weights: MediumWeights,
     /// What the rule says of the engines' keys, to be verified; without it keys are taken as they come.
     pub believed: Option<Arc<Believed>>,
     /// Its endpoints.
@@ -165,11 +170,11 @@ impl Shared {
     }
 
     pub(crate) fn register_drain(&self, source: &DrainSource) {
-        self.drains().push((source.name.clone(), Arc::clone(source.stats())));
+        self.drains().push((source.name.clone(), source.stats().clone()));
     }
 
     pub(crate) fn unregister_drain(&self, source: &DrainSource) {
-        self.drains().retain(|(_, stats)| !Arc::ptr_eq(stats, source.stats()));
+        self.drains().retain(|(_, stats)| !stats.is(source.stats()));
     }
 
     pub(crate) fn register(&self, source: &Source) {
@@ -201,7 +206,7 @@ impl Ingest {
     /// # Errors
     /// Where a thread cannot be made or pinned, with the core in the message.
     pub fn start(options: IngestOptions) -> io::Result<Self> {
-        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout } = options;
+        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout, aside } = options;
         let load_slots = AtomicUsize::new(loads.slots());
         let shared = Arc::new(Shared { streams: Mutex::default(), drains: Mutex::default(), load_slots });
         let mut ingest = Ingest { threads: Vec::new(), shared };
@@ -217,6 +222,7 @@ impl Ingest {
                 loads: (number == 0).then(|| Arc::clone(&loads)),
                 blocks_max: max_blocks_per_endpoint,
                 replay_timeout,
+                aside,
             };
             let handle = spawn(number, core, worker)?;
             ingest.threads.push(Thread { commands, waker, handle: Some(handle) });

@@ -58,6 +58,8 @@ pub(crate) struct StreamStats {
     pub(crate) held: AtomicU64,
     /// Unix milliseconds; 0 = never.
     pub(crate) last_event_ms: AtomicU64,
+    /// Age of the last live batch when it was applied, by the engine's clock, µs.
+    pub(crate) lag_us: AtomicU64,
     /// A [`Replay`] as its number.
     pub(crate) replay: AtomicU32,
     /// How the rank's blocks are keyed; written when that changes, which is rare.
@@ -120,6 +122,7 @@ impl StreamStats {
                 0 => None,
                 ms => Some(ms),
             },
+            lag_us: get(&self.lag_us),
             replay: match self.replay.load(Ordering::Relaxed) {
                 0 => Replay::Untried,
                 1 => Replay::Works,
@@ -202,6 +205,9 @@ pub struct StreamStatus {
     pub held: u64,
     /// When the last batch was applied, Unix milliseconds.
     pub last_event_ms: Option<u64>,
+    /// Age of the last live batch when it was applied, by the engine's clock, µs; 0 before the first, and where that clock
+    /// is ahead of ours.
+    pub lag_us: u64,
     /// Whether the engine answers replay requests.
     pub replay: Replay,
     /// Whether the endpoint's prompts have the blocks they were predicted to have.
