@@ -102,6 +102,8 @@ impl Run {
                 *requests += 1;
             }
             Action::StopReplay => asked[rank] = None,
+            Action::Proven => copies.prove(rank),
+            Action::Doubt => copies.doubt(rank),
         });
     }
 

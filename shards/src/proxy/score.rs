@@ -10,6 +10,7 @@ use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{Api, BodyView, Job, Keying, ModelTable, PrefixCache, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason};
+use crate::usage::{Statement, Usage};
 
 use super::routes::{LocalService, RequestView};
 
@@ -43,10 +44,20 @@ impl Score {
     }
 }
 
+/// A prompt in the keys of one endpoint.
+struct AtEndpoint<'a> {
+    keys: &'a [BlockKey],
+    /// Its blocks that the endpoint has, as far as is known.
+    held: u32,
+    block_tokens: u32,
+}
+
 /// Keys of a prompt's first blocks, by key space: at least as many as the longest run.
 #[derive(Debug)]
 pub struct PromptKeys {
     own: Vec<BlockKey>,
+    /// Tokens per block of the service's own keys.
+    block_tokens: u32,
     others: Vec<InSpace>,
 }
 
@@ -61,19 +72,34 @@ impl Score {
     /// What the endpoint's engine will hold once it has answered, beyond what it holds now.
     #[must_use]
     pub fn predict(&self, reader: &Reader, endpoint: EndpointIndex, kind: PromptKind) -> Option<Prediction> {
+        let at = self.at(reader, endpoint)?;
+        Prediction::new(at.keys, at.held, kind)
+    }
+
+    /// What follows from what the endpoint's engine said of its cache in its answer.
+    #[must_use]
+    pub fn compare(&self, reader: &Reader, endpoint: EndpointIndex, usage: Usage, tells: bool) -> Option<Statement> {
+        let at = self.at(reader, endpoint)?;
+        Statement::new(at.keys, at.held, at.block_tokens, usage, tells)
+    }
+
+    /// The prompt in the keys of an endpoint.
+    fn at(&self, reader: &Reader, endpoint: EndpointIndex) -> Option<AtEndpoint<'_>> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         let held = |runs: &[Run]| {
             let of_endpoint = runs.iter().filter(|run| run.endpoint == endpoint);
             of_endpoint.map(|run| run.blocks).max().unwrap_or(0)
         };
+        let own = AtEndpoint { keys: &keys.own, held: held(runs), block_tokens: keys.block_tokens };
         if keys.others.is_empty() {
-            return Prediction::new(&keys.own, held(runs), kind);
+            return Some(own);
         }
         let space = reader.enter()?.space_of(endpoint)?;
         match keys.others.iter().find(|other| other.space == space) {
-            Some(other) => Prediction::new(&other.keys, held(&other.runs), kind),
-            None if space == SpaceIndex::OWN => Prediction::new(&keys.own, held(runs), kind),
-            None => None,
+            Some(InSpace { keys, runs, block_tokens, .. }) => {
+                Some(AtEndpoint { keys, held: held(runs), block_tokens: *block_tokens })
+            }
+            None => (space == SpaceIndex::OWN).then_some(own),
         }
     }
 }
@@ -222,7 +248,8 @@ impl Work<'_> {
         for other in &mut self.others {
             other.add_runs(&guard, self.own.block_tokens, &mut runs);
         }
-        let keys = PromptKeys { own: job.keys().to_vec(), others: std::mem::take(&mut self.others) };
+        let block_tokens = self.own.block_tokens;
+        let keys = PromptKeys { own: job.keys().to_vec(), block_tokens, others: std::mem::take(&mut self.others) };
         Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs, keys }))
     }
 }
