@@ -1,10 +1,12 @@
-//! The command line: `kvlane serve`, `kvlane check` and `kvlane hash`.
+//! The command line: `kvlane serve`, `check`, `doctor`, `events` and `hash`.
 //!
 //! Exit codes: 0 = it went right, 1 = the answer is "no" (a file with problems, a gateway that cannot start),
 //! 2 = the command itself was wrong.
 
 mod check;
 mod descriptors;
+mod doctor;
+mod events;
 mod serve;
 
 use std::ffi::OsString;
@@ -44,6 +46,10 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Check a configuration against its live engines, and say what to do about what does not fit; reads only.
+    Doctor(doctor::DoctorArgs),
+    /// Print engines' cache events as JSON, a line each.
+    Events(events::EventsArgs),
     /// Print the block keys of token ids by an engine's contract; the ids come as a JSON array on standard input.
     Hash(HashArgs),
 }
@@ -63,6 +69,8 @@ pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
         Ok(arguments) => match arguments.command {
             Command::Serve { config } => serve::serve(config.as_deref()),
             Command::Check { file, json } => check::check(&file, json),
+            Command::Doctor(arguments) => doctor::doctor(&arguments),
+            Command::Events(arguments) => events::events(&arguments),
             Command::Hash(arguments) => hash(&arguments),
         },
         Err(error) => {

@@ -19,6 +19,7 @@ mod counts;
 mod derived;
 mod events;
 mod framing;
+pub mod inspect;
 mod msgpack;
 mod parity;
 mod persist;
@@ -54,7 +55,7 @@ use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
 pub use status::{Replay, Started, StreamName, StreamStatus};
-pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, check_any_json as check_any_trtllm_json};
+pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, SecondDrainer, check_any_json as check_any_trtllm_json};
 use trtllm::{DrainSource, DrainStats};
 use worker::{Command, Worker, WorkerOptions};
 
@@ -341,6 +342,6 @@ fn spawn(number: usize, core: Option<usize>, worker: WorkerOptions) -> io::Resul
 }
 
 #[cfg(test)]
-mod history_tests;
+mod histories;
 #[cfg(test)]
 mod wire_tests;

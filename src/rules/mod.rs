@@ -19,6 +19,7 @@ mod endpoints;
 mod kv;
 mod others;
 mod readback;
+mod seal;
 mod token;
 
 use std::collections::BTreeMap;
@@ -32,7 +33,8 @@ use shards::service::{Engine, PathMatch, Select};
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
 pub use defaults::KvDefaults;
-pub use readback::readback;
+pub use readback::{contract_of, readback};
+pub use seal::Nonce;
 pub use token::{EngineToken, TokenError};
 
 /// Most endpoints of one rule. A rule with more is refused.

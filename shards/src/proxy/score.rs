@@ -2,6 +2,7 @@
 //! inventory as they come.
 
 use std::cell::RefCell;
+use std::num::NonZeroU32;
 
 use crate::executor::Ticket;
 use crate::ids::{BlockKey, EndpointIndex};
@@ -131,7 +132,7 @@ pub async fn score(
     };
     ticket.breathe().await;
     let others = if others_hold { other_walks(&mut job, reader) } else { Vec::new() };
-    let own = InSpace::new(SpaceIndex::OWN, kv.block_tokens);
+    let own = InSpace::new(SpaceIndex::OWN, None);
     let mut work = Work { job: Some(job), own, others, prefixes };
     loop {
         match work.slice(reader) {
@@ -172,7 +173,7 @@ fn other_walks(job: &mut Job<'_>, reader: &Reader) -> Vec<InSpace> {
     for (index, space) in guard.other_spaces() {
         // A contract that cannot key what the request says has no holder for it.
         if job.also(&space.contract, space.block_tokens).is_ok() {
-            walks.push(InSpace::new(index, space.block_tokens.get()));
+            walks.push(InSpace::new(index, Some(space.block_tokens)));
         }
     }
     walks
@@ -183,7 +184,8 @@ fn other_walks(job: &mut Job<'_>, reader: &Reader) -> Vec<InSpace> {
 struct InSpace {
     space: SpaceIndex,
     walk: Walk,
-    block_tokens: u32,
+    /// Tokens per block; none = the rule's.
+    block_tokens: Option<NonZeroU32>,
     /// Some holder may go further.
     open: bool,
     /// Keys shown, in spaces beside the service's own.
@@ -193,19 +195,16 @@ struct InSpace {
 }
 
 impl InSpace {
-    fn new(space: SpaceIndex, block_tokens: u32) -> Self {
+    fn new(space: SpaceIndex, block_tokens: Option<NonZeroU32>) -> Self {
         let walk = Walk::in_space(space);
         InSpace { space, walk, block_tokens, open: true, keys: Vec::new(), runs: Vec::new() }
     }
 
-    /// Adds its runs, counted in blocks of the rule's size; what is held is at least one.
-    fn add_runs(&mut self, guard: &Guard<'_>, rule_block_tokens: u32, runs: &mut Vec<Run>) {
-        self.runs.extend(self.walk.runs(guard));
-        let scaled = |blocks: u32| {
-            let tokens = u64::from(blocks) * u64::from(self.block_tokens);
-            u32::try_from(tokens / u64::from(rule_block_tokens)).unwrap_or(u32::MAX).max(1)
-        };
-        runs.extend(self.runs.iter().map(|run| Run { blocks: scaled(run.blocks), ..*run }));
+    /// Notes its runs, and adds them to those of all spaces.
+    fn add_runs(&mut self, guard: &Guard<'_>, runs: &mut Vec<Run>) {
+        let block_tokens = self.block_tokens;
+        self.runs.extend(self.walk.runs(guard).map(|run| Run { block_tokens, ..run }));
+        runs.extend_from_slice(&self.runs);
     }
 }
 
@@ -246,7 +245,7 @@ impl Work<'_> {
         }
         let mut runs: Vec<Run> = self.own.walk.runs(&guard).collect();
         for other in &mut self.others {
-            other.add_runs(&guard, self.own.block_tokens, &mut runs);
+            other.add_runs(&guard, &mut runs);
         }
         let block_tokens = self.own.block_tokens;
         let keys = PromptKeys { own: job.keys().to_vec(), block_tokens, others: std::mem::take(&mut self.others) };
