@@ -180,7 +180,7 @@ fn from_drain(args: &EventsArgs, url: &str) -> Result<(), Failure> {
     let address = http_address(url).map_err(Failure::Usage)?;
     let mut printer = Printer::new(args);
     while !printer.is_done() {
-        for event in inspect::drain_once(address, None).map_err(Failure::No)? {
+        for event in inspect::drain_once(address).map_err(Failure::No)? {
             printer.print(&event)?;
         }
         std::thread::sleep(DRAIN_PAUSE);

@@ -17,7 +17,7 @@ use super::msgpack::{Head, Reader};
 use super::poller::Poller;
 use super::sockets::{Contexts, Error as SocketError, Frames, Link, Watched};
 use super::tokens::Spelling;
-use super::trtllm::{self, Bearer};
+use super::trtllm;
 
 /// Bytes of a rejected event that are shown.
 const REJECTED_BYTES_MAX: usize = 256;
@@ -31,9 +31,10 @@ pub fn message(engine: Engine, frames: &[&[u8]], replayed: bool) -> Value {
     match framed {
         Framed::Batch(seq, bytes) => {
             let topic = frames.len().checked_sub(3).and_then(|place| frames.get(place)).copied().unwrap_or_default();
-            let mut shown = payload(engine, bytes);
+            let mut shown = Map::new();
             shown.insert("seq".to_owned(), json!(seq));
             shown.insert("topic".to_owned(), json!(String::from_utf8_lossy(topic)));
+            shown.extend(payload(engine, bytes));
             Value::Object(shown)
         }
         Framed::End => json!({"replay_end": true}),
@@ -304,8 +305,8 @@ impl Tap {
 ///
 /// # Errors
 /// A text: no answer, or one that is no list of events.
-pub fn drain_once(address: SocketAddr, bearer: Option<&Bearer>) -> Result<Vec<Value>, String> {
-    trtllm::drain_once(address, bearer)
+pub fn drain_once(address: SocketAddr) -> Result<Vec<Value>, String> {
+    trtllm::drain_once(address)
 }
 
 /// The events of a drain's answer.

@@ -102,6 +102,10 @@ impl Names<'_> {
         let absent: Vec<&str> = known.iter().filter(|(_, s)| *s == Staged::Absent).map(|(name, _)| *name).collect();
         // A further name that nobody asks for needs no tokenizer.
         let first = absent.first().filter(|_| !usable || self.missed > 0)?;
+        Some(self.without_directory(first, &absent, there))
+    }
+
+    fn without_directory(&self, first: &str, absent: &[&str], there: &[String]) -> NameFault {
         let directory = slug(first).unwrap_or_else(|| "?".to_owned());
         let path = self.directory.display();
         let has = match there {
@@ -113,17 +117,17 @@ impl Names<'_> {
             n => format!("; {n} requests named a model without a tokenizer"),
         };
         let other = there.first().map_or_else(String::new, |there| {
+            let name = there.replace("__", "/");
             format!(
                 "; if {there} is the same model, link it (ln -s {there} {path}/{directory}) or start the engine with \
-                     --served-model-name {}",
-                there.replace("__", "/")
+                 --served-model-name {name}"
             )
         });
-        Some(NameFault {
+        NameFault {
             leg: NameLeg::Model,
-            found: format!("the engine serves {}, {path} has {has}{missed}", quoted(absent.into_iter())),
+            found: format!("the engine serves {}, {path} has {has}{missed}", quoted(absent.iter().copied())),
             fix: format!("put the model's tokenizer.json and its chat template into {path}/{directory}{other}"),
-        })
+        }
     }
 }
 

@@ -297,14 +297,13 @@ impl Attempt<'_> {
 
     /// Says what the answer's `usage` proves or denies of the endpoint's blocks.
     fn compare_usage(&self, score: &Score, endpoint: EndpointIndex) {
-        let (Some(reader), Some(tail)) = (&self.local.reader, &self.tail) else { return };
-        let Some(usage) = tail.usage() else { return };
+        let Some(usage) = self.tail.as_ref().and_then(Tail::usage) else { return };
         let statements = &self.local.service.endpoints[endpoint.index()].shared.usage;
         if usage.cached_tokens.is_some() {
             statements.set_tells();
         }
         if statements.wanted()
-            && let Some(statement) = score.compare(reader, endpoint, usage, statements.tells())
+            && let Some(statement) = score.compare(self.local, endpoint, usage)
         {
             statements.offer(statement);
         }

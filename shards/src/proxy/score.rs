@@ -10,7 +10,7 @@ use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{Api, BodyView, Job, Keying, ModelTable, PrefixCache, Step};
 use crate::route::Evidence;
-use crate::service::{KvExact, MissReason};
+use crate::service::{KvExact, MissReason, Service};
 use crate::usage::{Statement, Usage};
 
 use super::routes::{LocalService, RequestView};
@@ -50,15 +50,14 @@ struct AtEndpoint<'a> {
     keys: &'a [BlockKey],
     /// Its blocks that the endpoint has, as far as is known.
     held: u32,
-    block_tokens: u32,
+    /// Tokens per block; none = the rule's.
+    block_tokens: Option<NonZeroU32>,
 }
 
 /// Keys of a prompt's first blocks, by key space: at least as many as the longest run.
 #[derive(Debug)]
 pub struct PromptKeys {
     own: Vec<BlockKey>,
-    /// Tokens per block of the service's own keys.
-    block_tokens: u32,
     others: Vec<InSpace>,
 }
 
@@ -79,9 +78,12 @@ impl Score {
 
     /// What follows from what the endpoint's engine said of its cache in its answer.
     #[must_use]
-    pub fn compare(&self, reader: &Reader, endpoint: EndpointIndex, usage: Usage, tells: bool) -> Option<Statement> {
+    pub fn compare(&self, local: &LocalService, endpoint: EndpointIndex, usage: Usage) -> Option<Statement> {
+        let (kv, reader) = (local.service.kv.as_ref()?, local.reader.as_ref()?);
         let at = self.at(reader, endpoint)?;
-        Statement::new(at.keys, at.held, at.block_tokens, usage, tells)
+        let block_tokens = at.block_tokens.map_or(kv.block_tokens, NonZeroU32::get);
+        let tells = local.service.endpoints[endpoint.index()].shared.usage.tells();
+        Statement::new(at.keys, at.held, block_tokens, usage, tells)
     }
 
     /// The prompt in the keys of an endpoint.
@@ -91,7 +93,7 @@ impl Score {
             let of_endpoint = runs.iter().filter(|run| run.endpoint == endpoint);
             of_endpoint.map(|run| run.blocks).max().unwrap_or(0)
         };
-        let own = AtEndpoint { keys: &keys.own, held: held(runs), block_tokens: keys.block_tokens };
+        let own = AtEndpoint { keys: &keys.own, held: held(runs), block_tokens: None };
         if keys.others.is_empty() {
             return Some(own);
         }
@@ -122,9 +124,9 @@ pub async fn score(
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
     let others_hold = has_other_spaces(reader);
     let begun = if others_hold {
-        begin(api, kv, models, body, request, &mut PrefixCache::new(0))
+        begin(api, &local.service, kv, models, body, request, &mut PrefixCache::new(0))
     } else {
-        begin(api, kv, models, body, request, &mut prefixes.borrow_mut())
+        begin(api, &local.service, kv, models, body, request, &mut prefixes.borrow_mut())
     };
     let mut job = match begun {
         Ok(job) => job,
@@ -145,6 +147,7 @@ pub async fn score(
 
 fn begin<'a>(
     api: Api,
+    service: &Service,
     kv: &KvExact,
     models: &ModelTable,
     body: &BodyView<'a>,
@@ -152,13 +155,16 @@ fn begin<'a>(
     prefixes: &mut PrefixCache,
 ) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
-    let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
+    let named = body.model.as_deref().or_else(|| request.model());
+    // `/generate` names none: then it is the rule's.
+    let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
     let adapter = kv.adapters.get(model);
     let base = adapter.map_or(model, |adapter| &adapter.base);
     let model = models.lookup(base).ready()?;
     let lora = adapter.map(|adapter| &adapter.lora);
+    let rendering = kv.rendering(service.engine);
     let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
-    Job::of_view(api, body, model, kv.chat_template.as_ref(), keying, prefixes)
+    Job::of_view(api, body, model, rendering, keying, prefixes)
 }
 
 /// Whether some holder's keys are not the rule's.
@@ -247,8 +253,7 @@ impl Work<'_> {
         for other in &mut self.others {
             other.add_runs(&guard, &mut runs);
         }
-        let block_tokens = self.own.block_tokens;
-        let keys = PromptKeys { own: job.keys().to_vec(), block_tokens, others: std::mem::take(&mut self.others) };
+        let keys = PromptKeys { own: job.keys().to_vec(), others: std::mem::take(&mut self.others) };
         Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs, keys }))
     }
 }

@@ -75,8 +75,16 @@ impl Library {
 struct Told {
     health: Answer,
     found: Found,
+    own: OwnSettings,
+}
+
+/// What an engine says of its cache.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct OwnSettings {
     block_tokens: Option<u32>,
     algorithm: Option<String>,
+    /// It says that it caches no prefixes.
+    caches_nothing: bool,
 }
 
 /// Asks every endpoint of a rule, and reports.
@@ -134,11 +142,11 @@ async fn interview_all(rule: &Rule, addresses: &[Option<SocketAddr>]) -> BTreeMa
 
 async fn interview(engine: Engine, with_keys: bool, address: SocketAddr, authorization: Option<&str>) -> Told {
     let health = health::probe(address, authorization, TIMEOUT).await;
-    let mut told = Told { health, found: Found::default(), block_tokens: None, algorithm: None };
+    let mut told = Told { health, found: Found::default(), own: OwnSettings::default() };
     let speaks = matches!(told.health, Answer::Status(status) if !matches!(status, 401 | 403));
     if speaks && with_keys {
         told.found = discovery::ask(engine, address, authorization, Found::default()).await;
-        (told.block_tokens, told.algorithm) = own_settings(engine, address, authorization).await;
+        told.own = own_settings(engine, address, authorization).await;
     }
     told
 }
@@ -151,29 +159,34 @@ struct Asked<'a> {
 }
 
 impl Asked<'_> {
-    async fn report(&self, told: Told, library: &mut Library, checked: &mut Checked, report: &mut Report) {
-        let (rule, subject) = (self.rule, checked.subject.clone());
-        match &told.health {
-            Answer::Status(status @ (401 | 403)) => return report_denied(rule, &subject, *status, report),
+    /// Whether the engine may be asked further.
+    fn report_health(&self, health: &Answer, subject: &str, report: &mut Report) -> bool {
+        match health {
+            Answer::Status(status @ (401 | 403)) => report_denied(self.rule, subject, *status, report),
             Answer::Status(status) if *status < 500 => {
-                report.right(&subject, "reach", format!("GET /health: {status}"))
+                report.right(subject, "reach", format!("GET /health: {status}"));
+                return true;
             }
             Answer::Status(status) => {
                 let fix = "see the engine's log: it says itself that it is not well";
-                report.wrong(&subject, "reach", format!("GET /health: {status}"), fix);
+                report.wrong(subject, "reach", format!("GET /health: {status}"), fix);
+                return true;
             }
             Answer::None => {
                 let fix = "start the engine, or correct endpointIP and targetPort";
-                return report.wrong(&subject, "reach", format!("no answer from {}", self.address), fix);
+                report.wrong(subject, "reach", format!("no answer from {}", self.address), fix);
             }
             Answer::Unasked(why) => {
-                return report.unknown(
-                    &subject,
-                    "reach",
-                    format!("not asked: {why}"),
-                    "free resources of this machine",
-                );
+                report.unknown(subject, "reach", format!("not asked: {why}"), "free resources of this machine");
             }
+        }
+        false
+    }
+
+    async fn report(&self, told: Told, library: &mut Library, checked: &mut Checked, report: &mut Report) {
+        let (rule, subject) = (self.rule, checked.subject.clone());
+        if !self.report_health(&told.health, &subject, report) {
+            return;
         }
         checked.reachable = true;
         let Some(kv) = &rule.kv else {
@@ -187,7 +200,14 @@ impl Asked<'_> {
             Access::Untried | Access::Open => {}
         }
         checked.facts = told.found.facts;
-        (checked.block_tokens, checked.algorithm) = (told.block_tokens, told.algorithm);
+        (checked.block_tokens, checked.algorithm) = (told.own.block_tokens, told.own.algorithm);
+        if told.own.caches_nothing {
+            let (option, switch) = match rule.engine {
+                Engine::Vllm => ("enable_prefix_caching is False", "start it with --enable-prefix-caching"),
+                _ => ("disable_radix_cache is true", "start it without --disable-radix-cache"),
+            };
+            report.wrong(&subject, "cache", format!("{option}: it keeps no prefixes, and announces none"), switch);
+        }
         report_version(rule.engine, kv, &checked.facts, &subject, report);
         report_block_size(kv, checked, report);
         report_algorithm(kv, checked, report);
@@ -274,18 +294,14 @@ fn report_version(engine: Engine, kv: &KvRule, facts: &EndpointFacts, subject: &
 
 /// What an engine says of its cache where asking takes nothing away: vLLM in its metrics, the others in their server
 /// info. TensorRT-LLM's metrics are destructive, and not asked.
-async fn own_settings(
-    engine: Engine,
-    address: SocketAddr,
-    authorization: Option<&str>,
-) -> (Option<u32>, Option<String>) {
+async fn own_settings(engine: Engine, address: SocketAddr, authorization: Option<&str>) -> OwnSettings {
     let path = match engine {
         Engine::Vllm => "/metrics",
         Engine::Sglang | Engine::Trtllm => "/server_info",
-        Engine::Llamacpp => return (None, None),
+        Engine::Llamacpp => return OwnSettings::default(),
     };
     let Ok(Reply { status: 200, body }) = discovery::get(address, path, authorization, TIMEOUT).await else {
-        return (None, None);
+        return OwnSettings::default();
     };
     let text = String::from_utf8_lossy(&body);
     if engine == Engine::Vllm {
@@ -293,21 +309,28 @@ async fn own_settings(
     }
     let info: Value = serde_json::from_str(&text).unwrap_or_default();
     let size = if engine == Engine::Sglang { &info["page_size"] } else { &info["tokens_per_block"] };
-    (size.as_u64().and_then(|tokens| u32::try_from(tokens).ok()), None)
+    OwnSettings {
+        block_tokens: size.as_u64().and_then(|tokens| u32::try_from(tokens).ok()),
+        algorithm: None,
+        caches_nothing: info["disable_radix_cache"] == true,
+    }
 }
 
-/// Block size and algorithm of `vllm:cache_config_info`.
-fn cache_config(metrics: &str) -> (Option<u32>, Option<String>) {
+/// What `vllm:cache_config_info` says.
+fn cache_config(metrics: &str) -> OwnSettings {
     let Some(line) = metrics.lines().find(|line| line.starts_with("vllm:cache_config_info{")) else {
-        return (None, None);
+        return OwnSettings::default();
     };
     let label = |name: &str| {
         let begins = [format!(",{name}=\""), format!("{{{name}=\"")];
         let (_, rest) = begins.iter().find_map(|begin| line.split_once(begin.as_str()))?;
         Some(rest.split_once('"')?.0)
     };
-    let tokens = label("block_size").and_then(|text| text.parse().ok());
-    (tokens, label("prefix_caching_hash_algo").map(str::to_owned))
+    OwnSettings {
+        block_tokens: label("block_size").and_then(|text| text.parse().ok()),
+        algorithm: label("prefix_caching_hash_algo").map(str::to_owned),
+        caches_nothing: label("enable_prefix_caching") == Some("False"),
+    }
 }
 
 fn report_block_size(kv: &KvRule, checked: &Checked, report: &mut Report) {
@@ -348,9 +371,15 @@ mod tests {
     fn vllm_s_own_settings_are_found_among_its_labels() {
         let metrics = "# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{block_size=\"16\",engine=\"0\",\
                        hash_block_size=\"32\",prefix_caching_hash_algo=\"xxhash\"} 1.0\n";
-        assert_eq!(cache_config(metrics), (Some(16), Some("xxhash".to_owned())));
-        let other = "vllm:cache_config_info{hash_block_size=\"32\",block_size=\"None\"} 1.0";
-        assert_eq!(cache_config(other), (None, None));
-        assert_eq!(cache_config("vllm:num_requests_running 0"), (None, None));
+        let settings = |block_tokens, algorithm: Option<&str>, caches_nothing| OwnSettings {
+            block_tokens,
+            algorithm: algorithm.map(str::to_owned),
+            caches_nothing,
+        };
+        assert_eq!(cache_config(metrics), settings(Some(16), Some("xxhash"), false));
+        let other =
+            "vllm:cache_config_info{hash_block_size=\"32\",block_size=\"None\",enable_prefix_caching=\"False\"} 1.0";
+        assert_eq!(cache_config(other), settings(None, None, true));
+        assert_eq!(cache_config("vllm:num_requests_running 0"), OwnSettings::default());
     }
 }

@@ -13,7 +13,7 @@ use shards::service::Engine;
 use super::Case;
 use super::engine::Checked;
 use super::report::Report;
-use super::tokens::keys_of;
+use crate::cli::inquiry::keys_of;
 use crate::discovery::{Call, ServiceFacts};
 use crate::ingest::{Finding, Leg, Reject, Replay, StreamStatus, Verdict};
 use crate::rules::{EventPlace, KvRule};
@@ -171,9 +171,10 @@ impl Heard {
             let Some((contract, block_tokens)) = self.keying(stream, kv) else { continue };
             let (path, body) = probe_of(name, checked, kv, place);
             let api = if path == CHAT { Api::ChatCompletions } else { Api::Completions };
-            let template = kv.chat_template.as_ref().map(|template| &template.text);
             let keying = Keying { contract: &contract, block_tokens, lora: None };
-            let Ok(keys) = keys_of(api, body.as_bytes(), model, template, keying) else { continue };
+            let Ok(keys) = keys_of(api, body.as_bytes(), model, kv.rendering(self.case.rule.engine), keying) else {
+                continue;
+            };
             let kind = if api == Api::ChatCompletions { PromptKind::Chat } else { PromptKind::Completion };
             if let Some(prediction) = Prediction::new(&keys, 0, kind) {
                 self.entry.places[place].shared.predictions.offer(prediction);
@@ -315,15 +316,12 @@ impl Heard {
         let keys = format!("{}: {}", finding.verdict.name(), finding.detail);
         match finding.verdict {
             Verdict::Exact => report.right(subject, "keys", keys),
-            Verdict::Refused => report.wrong(subject, "keys", keys, "until then the endpoint is chosen by sel"),
-            Verdict::Derived | Verdict::Believed => {
-                report.unknown(
-                    subject,
-                    "keys",
-                    keys,
-                    "prompts still go where their blocks are, by keys of the gateway's own",
-                );
+            Verdict::Derived => {
+                let note = "prompts go where their blocks are all the same, by keys of the gateway's own";
+                report.unknown(subject, "keys", finding.verdict.name(), note);
             }
+            Verdict::Refused => report.wrong(subject, "keys", keys, "until then the endpoint is chosen by sel"),
+            Verdict::Believed => {}
         }
     }
 }

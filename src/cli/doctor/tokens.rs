@@ -10,10 +10,11 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use shards::block::Contract;
 use shards::ids::BlockKey;
-use shards::prompt::{Api, Job, Keying, Model, Step};
+use shards::prompt::{Api, Keying, Model};
 use shards::service::{Engine, MissReason};
 
 use super::report::Report;
+use crate::cli::inquiry::keys_of;
 use crate::discovery::{Call, Reply};
 use crate::rules::KvRule;
 
@@ -191,8 +192,7 @@ impl Asking<'_> {
     /// A key for each token of a prompt.
     fn keys(&self, api: Api, body: &[u8]) -> Result<Vec<BlockKey>, MissReason> {
         let keying = Keying { contract: &Contract::Derived, block_tokens: 1, lora: None };
-        let template = self.kv.chat_template.as_ref().map(|template| &template.text);
-        keys_of(api, body, self.model, template, keying)
+        keys_of(api, body, self.model, self.kv.rendering(self.engine), keying)
     }
 
     /// The engine's own ids of a prompt.
@@ -235,17 +235,4 @@ impl Asking<'_> {
         };
         call.ask().await
     }
-}
-
-/// All keys of a prompt.
-pub(super) fn keys_of(
-    api: Api,
-    body: &[u8],
-    model: &Arc<Model>,
-    template: Option<&Arc<str>>,
-    keying: Keying<'_>,
-) -> Result<Vec<BlockKey>, MissReason> {
-    let mut job = Job::new(api, body, model, template, keying)?;
-    while job.step()? == Step::More {}
-    Ok(job.keys().to_vec())
 }

@@ -72,10 +72,6 @@ impl Bearer {
     pub fn new(token: &str) -> Option<Self> {
         token.bytes().all(|byte| byte.is_ascii_graphic()).then(|| Bearer(token.to_owned()))
     }
-
-    pub(super) fn token(&self) -> &str {
-        &self.0
-    }
 }
 
 impl std::fmt::Debug for Bearer {

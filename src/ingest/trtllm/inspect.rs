@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 
 use serde_json::{Value, json};
 
-use super::drain::{Bearer, EVENTS};
+use super::drain::EVENTS;
 use super::http::Client;
 use super::json::{Body, Drained, EngineKey, Event, Stored};
 
@@ -15,8 +15,8 @@ use super::json::{Body, Drained, EngineKey, Event, Stored};
 ///
 /// # Errors
 /// A text: no answer, or one of another status.
-pub(crate) fn drain_once(address: SocketAddr, bearer: Option<&Bearer>) -> Result<Vec<Value>, String> {
-    let mut client = Client::new(address, bearer.map(Bearer::token));
+pub(crate) fn drain_once(address: SocketAddr) -> Result<Vec<Value>, String> {
+    let mut client = Client::new(address, None);
     let asked = client.ask(EVENTS, &AtomicBool::new(false));
     let answer = asked.map_err(|failure| format!("{address}: POST /kv_cache_events: {failure}"))?;
     match answer.status {
