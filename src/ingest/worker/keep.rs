@@ -19,6 +19,8 @@ const KEYS_PER_CYCLE: usize = 4096;
 const LOADED_MAX: usize = 2;
 /// Longest time without a file read while some are waited for: then the disk is given up.
 const LOAD_PATIENCE: Duration = Duration::from_secs(10);
+/// Longest wait for one file at the end of the process.
+const WRITE_PATIENCE: Duration = Duration::from_secs(10);
 /// How often statements about endpoints are looked for while any is wanted.
 pub(super) const TICK_USAGE: Duration = Duration::from_millis(20);
 /// How often the keeper goes on with what is under way.
@@ -235,12 +237,24 @@ impl Worker {
         let Some(Keeper { files, busy, .. }) = self.keeper.take() else { return };
         let tokens: Vec<u64> = self.places.keys().copied().collect();
         for token in tokens {
-            let Some((source, copies)) = self.source(token) else { continue };
+            let Some((source, _)) = self.source(token) else { continue };
             if !source.has_changed() {
                 continue;
             }
+            // One at a time: all of them at once would need as much memory again.
+            let deadline = Instant::now() + WRITE_PATIENCE;
+            while busy.load(Ordering::Acquire) {
+                if Instant::now() > deadline {
+                    return tracing::warn!(
+                        "state files cannot be written in time: ranks are left as they were written last"
+                    );
+                }
+                std::thread::sleep(TICK_KEEP);
+            }
+            let Some((source, copies)) = self.source(token) else { continue };
             let groups = source.capture_whole(copies);
             if let Some(write) = self.write_of(token, groups, &busy) {
+                busy.store(true, Ordering::Release);
                 files.ask_at_last(Request::Write(Box::new(write)));
             }
         }
