@@ -179,9 +179,14 @@ impl Stream {
         }
     }
 
-    /// As [`new`](Stream::new), but a file says that `last` was applied last and that all before it was heard or not.
-    pub(crate) fn resumed(has_replay: bool, last: Option<(u64, Print)>, whole: bool) -> Self {
-        let taken_up = if last.is_some() { TakenUp::Fresh } else { TakenUp::No };
+    /// As [`new`](Stream::new), but a file says that `last` was applied last, whether all before it was heard, and
+    /// whether some of what is held was unproven even then.
+    pub(crate) fn resumed(has_replay: bool, last: Option<(u64, Print)>, whole: bool, unproven: bool) -> Self {
+        let taken_up = match last {
+            None => TakenUp::No,
+            Some(_) if unproven => TakenUp::Doubtful,
+            Some(_) => TakenUp::Fresh,
+        };
         Stream { last, taken_up, whole: whole && last.is_some(), ..Stream::new(has_replay) }
     }
 

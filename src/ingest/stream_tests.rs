@@ -75,7 +75,7 @@ fn without_replay() {
 
 /// A stream that a file says has had "a" as number 7 last, and all before it.
 fn resumed(has_replay: bool) -> Stream {
-    Stream::resumed(has_replay, Some((7, Print::of(b"a"))), true)
+    Stream::resumed(has_replay, Some((7, Print::of(b"a"))), true, false)
 }
 
 #[test]
@@ -94,6 +94,10 @@ fn what_was_taken_up_counts_until_the_first_number_shows_a_restart() {
     check_from(resumed(false), &[Connected, Lost, Connected], "", false);
     check_from(resumed(false), &[Connected, Lost, Connected, Live(8, "b")], "b", true);
     check_from(resumed(false), &[Connected, Lost, Connected, Live(9, "b")], "clear b", true);
+    // What was unproven before is not proven by what follows.
+    let unproven = || Stream::resumed(false, Some((7, Print::of(b"a"))), true, true);
+    assert!(!check_from(unproven(), &[Connected, Live(8, "b")], "b", true).is_whole());
+    check_from(unproven(), &[Connected, Live(9, "b")], "doubt b", true);
     // A clear left nothing in doubt: a gap clears again.
     let mut stream = check_from(resumed(false), &[Connected, Live(10, "b")], "doubt b", true);
     stream.settle();

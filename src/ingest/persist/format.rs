@@ -5,7 +5,7 @@
 //! | magic, version | 8, 4 |
 //! | identity: engine, endpoint, rank, block size, contract | texts with a length of 2, and 1, 4, 8 |
 //! | key space, its number (tokens or lookahead), its algorithm | 1, 4, text |
-//! | flags: has a last batch, history known from its beginning, tells cached tokens | 1 |
+//! | flags: has a last batch, history known from its beginning, tells cached tokens, unproven | 1 |
 //! | last batch: sequence, length, first bytes | 8, 8, 16 |
 //! | groups: how many, then each: id, keys, and per key: key, copies | 4, 4, 4, 8 + 4 |
 //! | own keys of engine keys: how many, then each | 4, 8 + 8 |
@@ -30,6 +30,8 @@ const MAGIC: &[u8; 8] = b"KVLSTATE";
 const VERSION: u32 = 1;
 /// Longest text of an identity.
 const TEXT_MAX: usize = 1024;
+/// Most tokens of lookahead that a file can say.
+const LOOKAHEAD_MAX: u8 = u8::MAX - 2;
 /// What a file has beside its keys, at most.
 const REST_MAX: usize = 64 * 1024;
 
@@ -85,7 +87,9 @@ impl KeptWay {
         match way {
             Way::Rule => Some(KeptWay::Rule),
             Way::Derived(block_tokens) => Some(KeptWay::Derived(block_tokens)),
-            Way::Engine(Space { contract: Contract::Vllm { none_hash, lookahead, .. }, block_tokens }) => {
+            Way::Engine(Space { contract: Contract::Vllm { none_hash, lookahead, .. }, block_tokens })
+                if lookahead <= LOOKAHEAD_MAX =>
+            {
                 Some(KeptWay::Vllm { algorithm: none_hash.algorithm(), lookahead, block_tokens })
             }
             Way::Engine(_) | Way::Refused => None,
@@ -118,6 +122,8 @@ pub(crate) struct Image {
     pub(crate) whole: bool,
     /// The engine's `usage` says how many tokens came from its cache.
     pub(crate) tells_cached: bool,
+    /// Some of the keys were unproven already: what follows on the last batch proves nothing of them.
+    pub(crate) unproven: bool,
     /// Keys and their copies by group, oldest first.
     pub(crate) groups: Vec<(u32, Vec<(u64, u32)>)>,
     /// Engine key → own key.
@@ -168,7 +174,7 @@ pub(super) fn encode(identity: &Identity, image: &Image) -> Vec<u8> {
     bytes.push(space);
     bytes.extend_from_slice(&number.to_le_bytes());
     put_text(&mut bytes, algorithm);
-    let flags = [image.last.is_some(), image.whole, image.tells_cached];
+    let flags = [image.last.is_some(), image.whole, image.tells_cached, image.unproven];
     bytes.push(flags.iter().enumerate().map(|(bit, set)| u8::from(*set) << bit).sum());
     let (seq, print) = image.last.unwrap_or((0, Print::of(&[])));
     bytes.extend_from_slice(&seq.to_le_bytes());
@@ -296,7 +302,7 @@ impl<'a> Bytes<'a> {
 
     fn image(&mut self) -> Option<Image> {
         let way = self.way()?;
-        let flags = self.u8().filter(|flags| *flags < 8)?;
+        let flags = self.u8().filter(|flags| *flags < 16)?;
         let seq = self.u64()?;
         let print = Print { len: usize::try_from(self.u64()?).ok()?, head: self.take()? };
         let mut image = Image {
@@ -304,6 +310,7 @@ impl<'a> Bytes<'a> {
             last: (flags & 1 > 0).then_some((seq, print)),
             whole: flags & 2 > 0,
             tells_cached: flags & 4 > 0,
+            unproven: flags & 8 > 0,
             ..Image::default()
         };
         for _ in 0..self.u32().filter(|groups| *groups as usize <= GROUPS_MAX)? {
@@ -367,9 +374,17 @@ mod tests {
         let last = prop::option::of((any::<u64>(), prop::collection::vec(any::<u8>(), 0..40)));
         let groups = prop::collection::vec((any::<u32>(), keys()), 0..4);
         let own = prop::collection::vec(any::<(u64, u64)>(), 0..9);
-        (way, last, any::<(bool, bool)>(), groups, own).prop_map(|(way, last, (whole, tells_cached), groups, own)| {
-            Image { way, last: last.map(|(seq, payload)| (seq, Print::of(&payload))), whole, tells_cached, groups, own }
-        })
+        (way, last, any::<(bool, bool, bool)>(), groups, own).prop_map(
+            |(way, last, (whole, tells_cached, unproven), groups, own)| Image {
+                way,
+                last: last.map(|(seq, payload)| (seq, Print::of(&payload))),
+                whole,
+                tells_cached,
+                unproven,
+                groups,
+                own,
+            },
+        )
     }
 
     proptest! {

@@ -93,8 +93,8 @@ impl Source {
             self.asleep = Some(Asleep::TakingUp(taking));
             return false;
         }
-        let Image { last, whole, .. } = taking.image;
-        self.stream = Stream::resumed(self.from.replay.is_some(), last, whole);
+        let Image { last, whole, unproven, .. } = taking.image;
+        self.stream = Stream::resumed(self.from.replay.is_some(), last, whole, unproven);
         let blocks = self.stats.restored.load(Ordering::Relaxed);
         if last.is_some() || blocks > 0 {
             self.started = Some(Started::Restored);
@@ -128,7 +128,8 @@ impl Source {
         let way = copies.kept_way(self.place)?;
         let (last, whole) = (self.stream.last(), self.stream.is_whole());
         let own = copies.own_pairs(self.place);
-        Some(Image { way, last, whole, tells_cached, groups: Vec::new(), own })
+        let unproven = copies.is_unproven(self.place);
+        Some(Image { way, last, whole, tells_cached, unproven, groups: Vec::new(), own })
     }
 
     /// Copies the rank's keys, a slice at a time.

@@ -290,7 +290,10 @@ impl Worker {
 impl Endpoint {
     /// Takes what its engine said; whether more is wanted. Of several ranks it is not known which answered.
     fn check_usage(&mut self, writer: &mut shards::inventory::Writer, touched: &mut bool) -> bool {
-        let [source] = &mut self.sources[..] else { return false };
+        let [source] = &mut self.sources[..] else {
+            self.shared.usage.want(false);
+            return false;
+        };
         let wanted = source.wants_usage(&self.copies);
         self.shared.usage.want(wanted);
         while let Some(statement) = self.shared.usage.take() {
