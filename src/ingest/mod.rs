@@ -43,7 +43,7 @@ use crossbeam::channel::{Sender, bounded};
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
-use shards::service::{EndpointShared, Engine};
+use shards::service::{EndpointShared, Engine, MediumWeights};
 
 pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
@@ -55,7 +55,7 @@ use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
 pub use status::{Replay, Started, StreamName, StreamStatus};
-pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, SecondDrainer, check_any_json as check_any_trtllm_json};
+pub use trtllm::{DrainFrom, DrainStatus, Phase, SecondDrainer, check_any_json as check_any_trtllm_json};
 use trtllm::{DrainSource, DrainStats};
 use worker::{Command, Worker, WorkerOptions};
 
@@ -73,12 +73,14 @@ pub struct IngestOptions {
     pub max_blocks_per_endpoint: usize,
     /// Longest silence of a replay before it is asked for again.
     pub replay_timeout: Duration,
+    /// How long the blocks of an engine that is gone are kept aside, in case a replay proves them after all.
+    pub aside: Duration,
     /// Where what engines hold is remembered over a restart; none = nowhere.
     pub state: Option<StateOptions>,
 }
 
 impl IngestOptions {
-    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s; nothing is remembered.
+    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s; 10 s; nothing is remembered.
     #[must_use]
     pub fn new(loads: Arc<LoadTable>) -> Self {
         IngestOptions {
@@ -86,6 +88,7 @@ impl IngestOptions {
             loads,
             max_blocks_per_endpoint: 1_000_000,
             replay_timeout: Duration::from_secs(2),
+            aside: Duration::from_secs(10),
             state: None,
         }
     }
@@ -100,6 +103,8 @@ pub struct ServiceSources {
     pub engine: Engine,
     /// The rule's `kvBlockSize`, tokens.
     pub block_tokens: u32,
+    /// The rule's `kvMediumWeights`: blocks in media without weight are not kept.
+    pub weights: MediumWeights,
     /// What the rule says of the engines' keys, to be verified; without it keys are taken as they come.
     pub believed: Option<Arc<Believed>>,
     /// Its endpoints.
@@ -171,11 +176,11 @@ impl Shared {
     }
 
     pub(crate) fn register_drain(&self, source: &DrainSource) {
-        self.drains().push((source.name.clone(), Arc::clone(source.stats())));
+        self.drains().push((source.name.clone(), source.stats().clone()));
     }
 
     pub(crate) fn unregister_drain(&self, source: &DrainSource) {
-        self.drains().retain(|(_, stats)| !Arc::ptr_eq(stats, source.stats()));
+        self.drains().retain(|(_, stats)| !stats.is(source.stats()));
     }
 
     pub(crate) fn register(&self, source: &Source) {
@@ -209,7 +214,7 @@ impl Ingest {
     /// # Errors
     /// Where a thread cannot be made or pinned, with the core in the message.
     pub fn start(options: IngestOptions) -> io::Result<Self> {
-        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout, state } = options;
+        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout, aside, state } = options;
         let (files, helper) = match state {
             Some(StateOptions { directory, period }) => {
                 let (files, helper) = Files::start(directory, max_blocks_per_endpoint)?;
@@ -232,6 +237,7 @@ impl Ingest {
                 loads: (number == 0).then(|| Arc::clone(&loads)),
                 blocks_max: max_blocks_per_endpoint,
                 replay_timeout,
+                aside,
                 state: files.clone(),
             };
             let handle = spawn(number, core, worker)?;

@@ -8,11 +8,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shards::ids::{EndpointIndex, HolderIndex, Rank};
-use shards::inventory::{OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
+use shards::inventory::{Medium, OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
 
 use super::calibrate::{Finding, Verdict};
 use super::copies::{Copies, Keying, Op};
-use super::events::Reject;
+use super::events::{Reject, clock};
 use super::framing::Framed;
 use super::parity::UseStats;
 use super::poller::Poller;
@@ -53,9 +53,13 @@ pub(crate) struct Source {
     socket: Option<Watched>,
     /// Connections of the socket that are open.
     links: HashSet<i32>,
+    /// Since when none is, after there was one.
+    lost_at: Option<Instant>,
     replay: Option<ReplayRequest>,
     /// None while the inventory has no slot to give.
     holder: Option<Held>,
+    /// Holders of what lies in slower media or nearer, from the first such block on.
+    wide: Wide,
     /// How its keys are to be read.
     keying: Keying,
     /// What the inventory was told.
@@ -73,6 +77,9 @@ pub(crate) struct Source {
     /// What it was like when it was written last.
     written: Mark,
 }
+
+/// The host's memory, and what lies behind it.
+type Wide = [Option<Held>; 2];
 
 /// A slot of the inventory.
 #[derive(Clone, Copy)]
@@ -105,8 +112,11 @@ struct Applier<'a> {
     endpoint: EndpointIndex,
     rank: Rank,
     held: &'a mut Option<Held>,
+    wide: &'a mut Wide,
     keying: &'a mut Keying,
     eligible: bool,
+    /// What comes is no replay.
+    live: bool,
     stats: &'a StreamStats,
     started: &'a mut Option<Started>,
     request: Request,
@@ -121,8 +131,13 @@ impl Applier<'_> {
             Action::Apply(seq, payload) => {
                 add(&self.stats.batches, 1);
                 self.stats.next_seq.store(seq.saturating_add(1), Ordering::Relaxed);
-                let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
-                self.stats.last_event_ms.store(now, Ordering::Relaxed);
+                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                self.stats.last_event_ms.store(now.as_millis() as u64, Ordering::Relaxed);
+                if self.live {
+                    let lag = clock(payload).map_or(0.0, |made| now.as_secs_f64() - made);
+                    // A clock that is ahead of ours is no lag; the cast saturates.
+                    self.stats.lag_us.store((lag * 1e6) as u64, Ordering::Relaxed);
+                }
                 self.change(|copies, place, stats, op| copies.apply(place, payload, stats, &mut |each| op(each)));
             }
             Action::Clear => {
@@ -138,7 +153,7 @@ impl Applier<'_> {
     }
 
     fn change(&mut self, change: impl FnOnce(&mut Copies, usize, &StreamStats, &mut dyn FnMut(Op))) {
-        let Applier { copies, place, writer, endpoint, rank, held, keying, eligible, stats, .. } = self;
+        let Applier { copies, place, writer, endpoint, rank, held, wide, keying, eligible, stats, .. } = self;
         let mut since_publish = 0;
         change(copies, *place, stats, &mut |op| {
             if let Op::Rekey(new) = op {
@@ -147,9 +162,21 @@ impl Applier<'_> {
             match (op, held.map(|held| held.holder)) {
                 (Op::Store(key), Some(holder)) => writer.store(key, holder),
                 (Op::Remove(key), Some(holder)) => writer.remove(key, holder),
-                (Op::Clear | Op::Rekey(_), Some(old)) => {
-                    writer.retire_holder(old);
-                    **held = add_holder(writer, *endpoint, *rank, **keying, *eligible);
+                (Op::Clear | Op::Rekey(_), old) => {
+                    retire(old, wide, writer);
+                    **held = add_holder(writer, Medium::Device, *endpoint, *rank, **keying, *eligible);
+                }
+                (Op::Wide { medium, key, held }, _) => {
+                    let Some(slot) = wide.get_mut((medium as usize).wrapping_sub(1)) else { return };
+                    if slot.is_none() && held {
+                        // Without a slot these blocks count for nothing until the rank is emptied.
+                        *slot = add_holder(writer, medium, *endpoint, *rank, **keying, *eligible);
+                    }
+                    match slot {
+                        Some(wide) if held => writer.store(key, wide.holder),
+                        Some(wide) => writer.remove(key, wide.holder),
+                        None => {}
+                    }
                 }
                 // Without a slot the copies go on; the holder gets them all when there is one again.
                 (_, None) => {}
@@ -168,6 +195,7 @@ impl Applier<'_> {
 /// would need one key space too many, are those of a holder that is never eligible.
 fn add_holder(
     writer: &mut Writer,
+    medium: Medium,
     endpoint: EndpointIndex,
     rank: Rank,
     keying: Keying,
@@ -178,12 +206,18 @@ fn add_holder(
         Keying::Space(space) => writer.space(space),
         Keying::Refused => None,
     };
-    let holder = writer.add_holder_in(space.unwrap_or(SpaceIndex::OWN), endpoint, rank)?;
+    let holder = writer.add_holder_to(medium, space.unwrap_or(SpaceIndex::OWN), endpoint, rank)?;
     let routable = space.is_some();
     if !eligible || !routable {
         writer.set_eligible(holder, false);
     }
     Some(Held { holder, routable })
+}
+
+/// Gives the slots of a rank back.
+fn retire(holder: Option<HolderIndex>, wide: &mut Wide, writer: &mut Writer) {
+    let wide = wide.iter_mut().filter_map(Option::take).map(|held| held.holder);
+    holder.into_iter().chain(wide).for_each(|holder| writer.retire_holder(holder));
 }
 
 impl Source {
@@ -203,8 +237,10 @@ impl Source {
             stream: Stream::new(from.replay.is_some()),
             socket: None,
             links: HashSet::new(),
+            lost_at: None,
             replay: None,
-            holder: add_holder(writer, name.endpoint, name.rank, Keying::Rule, false),
+            holder: add_holder(writer, Medium::Device, name.endpoint, name.rank, Keying::Rule, false),
+            wide: Wide::default(),
             keying: Keying::Rule,
             eligible: false,
             finding: Finding::default(),
@@ -247,9 +283,7 @@ impl Source {
         if let Some(socket) = &self.socket {
             forget(poller, socket);
         }
-        if let Some(held) = self.holder {
-            writer.retire_holder(held.holder);
-        }
+        retire(self.holder.map(|held| held.holder), &mut self.wide, writer);
     }
 
     /// Reads what has come, up to a bound, and applies it.
@@ -324,6 +358,18 @@ impl Source {
         self.replay.is_some()
     }
 
+    /// Gives up what is kept of an engine that has been gone for longer than that; true if it did.
+    pub(crate) fn expire(&mut self, now: Instant, after: Duration, copies: &mut Copies, writer: &mut Writer) -> bool {
+        if self.lost_at.is_none_or(|lost| now.saturating_duration_since(lost) < after) {
+            return false;
+        }
+        self.lost_at = None;
+        // Without a connection nothing is asked for.
+        let _ = self.step(copies, writer, |stream, act| stream.expired(&mut |a| act(a)));
+        self.note(copies);
+        true
+    }
+
     /// False where the address was refused.
     pub(crate) fn is_open(&self) -> bool {
         self.socket.is_some() || self.is_asleep()
@@ -347,7 +393,7 @@ impl Source {
     /// Asks for a holder again where the inventory had no slot.
     pub(crate) fn repair(&mut self, copies: &Copies, writer: &mut Writer) {
         if self.holder.is_none() {
-            self.holder = add_holder(writer, self.endpoint, self.name.rank, self.keying, self.eligible);
+            self.holder = add_holder(writer, Medium::Device, self.endpoint, self.name.rank, self.keying, self.eligible);
             if let Some(held) = self.holder {
                 copies.keys(self.place).for_each(|key| writer.store(key, held.holder));
             }
@@ -368,8 +414,10 @@ impl Source {
             endpoint: self.endpoint,
             rank: self.name.rank,
             held: &mut self.holder,
+            wide: &mut self.wide,
             keying: &mut self.keying,
             eligible: self.eligible,
+            live: self.replay.is_none(),
             stats: &self.stats,
             started: &mut self.started,
             request: None,
@@ -397,7 +445,8 @@ impl Source {
         }
         if self.stream.is_eligible() != self.eligible {
             self.eligible = !self.eligible;
-            if let Some(held) = self.holder.filter(|held| held.routable) {
+            let holders = self.wide.iter().chain([&self.holder]).flatten();
+            for held in holders.filter(|held| held.routable) {
                 writer.set_eligible(held.holder, self.eligible);
             }
         }
@@ -416,6 +465,7 @@ impl Source {
             Link::Ready => {
                 tracing::info!(endpoint, rank, address = self.name.address, "KV events: connected");
                 copies.verify_again(self.place);
+                self.lost_at = None;
                 self.step(copies, writer, |stream, act| stream.connected(&mut |a| act(a)))
             }
             Link::Closed(number) => {
@@ -429,6 +479,7 @@ impl Source {
                     address = self.name.address,
                     "KV events: connection lost; the rank's blocks do not count until it is back"
                 );
+                self.lost_at = Some(Instant::now());
                 let request = self.step(copies, writer, |stream, act| stream.lost(&mut |a| act(a)));
                 // A mask is worth a publish of its own.
                 let _ = writer.try_publish();

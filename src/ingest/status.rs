@@ -81,6 +81,8 @@ pub(crate) struct StreamStats {
     pub(crate) held: AtomicU64,
     /// Unix milliseconds; 0 = never.
     pub(crate) last_event_ms: AtomicU64,
+    /// Age of the last live batch when it was applied, by the engine's clock, µs.
+    pub(crate) lag_us: AtomicU64,
     /// A [`Replay`] as its number.
     pub(crate) replay: AtomicU32,
     /// 0 = it has not begun, else a [`Started`] as its number + 1.
@@ -165,6 +167,7 @@ impl StreamStats {
                 0 => None,
                 ms => Some(ms),
             },
+            lag_us: get(&self.lag_us),
             replay: match self.replay.load(Ordering::Relaxed) {
                 0 => Replay::Untried,
                 1 => Replay::Works,
@@ -260,6 +263,9 @@ pub struct StreamStatus {
     pub held: u64,
     /// When the last batch was applied, Unix milliseconds.
     pub last_event_ms: Option<u64>,
+    /// Age of the last live batch when it was applied, by the engine's clock, µs; 0 before the first, and where that clock
+    /// is ahead of ours.
+    pub lag_us: u64,
     /// Whether the engine answers replay requests.
     pub replay: Replay,
     /// What the rank's inventory began with; none before its engine was reached, or asked for its history.

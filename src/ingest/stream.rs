@@ -15,7 +15,7 @@
 //!        │      │                     └──────── failed, was down ────────────────────────────►│          │
 //!        │      │──── connected, something known, no replay address ─────────────────────────►│          │
 //!        └──────┘                                                                             └──────────┘
-//!            ▲ lost, from anywhere: what is held stays, but counts no more
+//!            ▲ lost, from anywhere: what is held stays, but counts no more; a while later it is given up
 //! ```
 //!
 //! **Proof.** A replay starts at the last batch applied, not behind it: if the engine sends that very batch, it is
@@ -264,6 +264,14 @@ impl Stream {
         // What was kept is after a gap, or comes again from the replay that the next connection begins with.
         self.held.clear();
         self.held_bytes = 0;
+    }
+
+    /// No publisher has been there for so long that what is held is given up.
+    pub(crate) fn expired(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        if self.phase == Phase::Down && self.last.take().is_some() {
+            self.whole = false;
+            act(Action::Clear);
+        }
     }
 
     /// A live batch.

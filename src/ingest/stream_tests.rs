@@ -14,6 +14,7 @@ enum In {
     Ended,
     TimedOut,
     Failed,
+    Expired,
 }
 
 use In::*;
@@ -44,6 +45,7 @@ fn check_from(mut stream: Stream, inputs: &[In], expected: &str, eligible: bool)
             Ended => stream.replay_ended(&mut act),
             TimedOut => stream.replay_timed_out(&mut act),
             Failed => stream.replay_failed(&mut act),
+            Expired => stream.expired(&mut act),
         }
     }
     assert_eq!(out.join(" "), expected, "{inputs:?}");
@@ -56,6 +58,11 @@ fn without_replay() {
     check(false, &[], "", false);
     check(false, &[Connected], "", true);
     check(false, &[Connected, Live(7, "a"), Live(8, "b")], "a b", true);
+    // Lost for long: given up, once; who is there loses nothing.
+    check(false, &[Connected, Live(7, "a"), Lost, Expired, Expired], "a clear", false);
+    check(false, &[Connected, Live(7, "a"), Lost, Expired, Connected, Live(8, "b")], "a clear b", true);
+    check(false, &[Connected, Live(7, "a"), Lost, Connected, Expired, Live(8, "b")], "a b", true);
+    check(false, &[Expired, Connected, Live(7, "a"), Expired], "a", true);
     // Lost: kept aside. Back: continued, behind a gap, restarted.
     check(false, &[Connected, Live(7, "a"), Lost], "a", false);
     check(false, &[Connected, Live(7, "a"), Lost, Connected], "a", false);

@@ -14,7 +14,7 @@ use crossbeam::channel::Receiver;
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
-use shards::service::{EndpointShared, Engine};
+use shards::service::{EndpointShared, Engine, MediumWeights};
 
 use super::calibrate::Believed;
 use super::copies::Copies;
@@ -24,7 +24,7 @@ use super::poller::Poller;
 use super::sockets::{Contexts, Frames};
 use super::source::{Io, Left, Source};
 use super::status::StreamName;
-use super::trtllm::{DrainFrom, DrainSource};
+use super::trtllm::{DrainBlocks, DrainFrom, DrainSource};
 use super::{EndpointSources, Mode, RankSource, ServiceSources, Shared};
 use keep::{Keeper, TICK_USAGE};
 
@@ -36,7 +36,7 @@ const TICK_IDLE: Duration = Duration::from_millis(1);
 const IDLE_AFTER: Duration = Duration::from_millis(100);
 /// How often overdue replays are looked for.
 const TICK_REPLAY: Duration = Duration::from_millis(10);
-/// How often what shards predicted is looked at.
+/// How often what shards predicted is looked at, and what is kept of engines that are gone.
 const TICK_PREDICTIONS: Duration = Duration::from_millis(500);
 /// Publishes of one inventory per cycle; what is left is published in the next, which does not wait.
 const PUBLISHES_PER_CYCLE: usize = 4;
@@ -54,6 +54,7 @@ pub(crate) enum Command {
 struct Service {
     engine: Engine,
     block_tokens: u32,
+    weights: MediumWeights,
     believed: Option<Arc<Believed>>,
     writer: Writer,
     endpoints: BTreeMap<EndpointIndex, Endpoint>,
@@ -64,9 +65,17 @@ struct Service {
 }
 
 impl Service {
-    fn new(engine: Engine, block_tokens: u32, believed: Option<Arc<Believed>>, writer: Writer) -> Self {
-        let endpoints = BTreeMap::new();
-        Service { engine, block_tokens, believed, writer, endpoints, touched: false, lacks_holder: false }
+    fn new(sources: &ServiceSources, writer: Writer) -> Self {
+        Service {
+            engine: sources.engine,
+            block_tokens: sources.block_tokens,
+            weights: sources.weights,
+            believed: sources.believed.clone(),
+            writer,
+            endpoints: BTreeMap::new(),
+            touched: false,
+            lacks_holder: false,
+        }
     }
 
     /// Asks for the slots that some sources lack.
@@ -92,19 +101,21 @@ struct Endpoint {
 
 impl Endpoint {
     /// Takes what shards predicted, and judges what is due.
-    fn check_predictions(&mut self, now: Instant) {
-        if self.drain.is_some() {
-            // A drain's blocks are not among the copies: there is nothing to judge by.
-            while self.shared.predictions.take().is_some() {}
-            return;
-        }
+    fn check_predictions(&mut self, now: Instant, writer: &Writer) {
         while let Some(prediction) = self.shared.predictions.take() {
             self.copies.by_use.predicted(prediction, now);
         }
-        if !self.sources.iter().all(Source::is_eligible) {
+        if !self.sources.iter().all(Source::is_eligible) || !self.drain.iter().all(DrainSource::is_eligible) {
             self.copies.by_use.forget();
         }
-        match self.copies.judge(now, &self.by_use) {
+        let change = match &mut self.drain {
+            Some(drain) => {
+                drain.tell(&mut self.copies.by_use);
+                self.copies.by_use.judge(now, &self.by_use, |key| drain.holds(key, writer))
+            }
+            None => self.copies.judge(now, &self.by_use),
+        };
+        match change {
             Some(Some(leg)) => {
                 tracing::warn!(endpoint = self.label, leg = leg.name(), "parity by use: {}", leg.detail())
             }
@@ -150,6 +161,7 @@ pub(crate) struct Worker {
     loads: Option<Loads>,
     blocks_max: usize,
     replay_timeout: Duration,
+    aside: Duration,
     /// When predictions were looked at last.
     predictions_checked: Instant,
     /// The same for what engines said of their caches, and whether that is wanted of any.
@@ -168,6 +180,7 @@ pub(crate) struct WorkerOptions {
     pub(crate) loads: Option<Arc<LoadTable>>,
     pub(crate) blocks_max: usize,
     pub(crate) replay_timeout: Duration,
+    pub(crate) aside: Duration,
     /// The helper of the state directory, and how often ranks are written.
     pub(crate) state: Option<(Files, Duration)>,
 }
@@ -190,6 +203,7 @@ impl Worker {
             loads: options.loads.map(|table| Loads { table, published: now, busy: now }),
             blocks_max: options.blocks_max,
             replay_timeout: options.replay_timeout,
+            aside: options.aside,
             predictions_checked: now,
             usage_checked: now,
             usage_wanted: false,
@@ -346,8 +360,13 @@ impl Worker {
             return;
         }
         self.predictions_checked = now;
-        for endpoint in self.services.values_mut().flat_map(|service| service.endpoints.values_mut()) {
-            endpoint.check_predictions(now);
+        for Service { endpoints, writer, touched, .. } in self.services.values_mut() {
+            for endpoint in endpoints.values_mut() {
+                endpoint.check_predictions(now, writer);
+                for source in &mut endpoint.sources {
+                    *touched |= source.expire(now, self.aside, &mut endpoint.copies, writer);
+                }
+            }
         }
     }
 
@@ -369,9 +388,7 @@ impl Worker {
             Command::Add(sources, writer) => {
                 let id = sources.id;
                 self.remove(id);
-                let believed = sources.believed.clone();
-                let service = Service::new(sources.engine, sources.block_tokens, believed, *writer);
-                self.services.insert(id, service);
+                self.services.insert(id, Service::new(&sources, *writer));
                 self.update(sources);
             }
             Command::Update(sources) => self.update(sources),
@@ -401,9 +418,10 @@ impl Worker {
 
     /// Makes the sources of a service those that are given; what is the same stays undisturbed.
     fn update(&mut self, sources: ServiceSources) {
-        let ServiceSources { id, engine, block_tokens, believed, endpoints } = sources;
+        let ServiceSources { id, engine, block_tokens, weights, believed, endpoints } = sources;
         let Some(service) = self.services.get_mut(&id) else { return };
-        let same_keys = service.block_tokens == block_tokens && service.believed == believed;
+        let before = (service.block_tokens, service.weights, &service.believed);
+        let same_keys = before == (block_tokens, weights, &believed);
         let known: Vec<_> = service.endpoints.keys().copied().collect();
         for index in known {
             let stays = endpoints.iter().any(|endpoint| endpoint.index == index);
@@ -415,7 +433,8 @@ impl Worker {
             }
         }
         if let Some(service) = self.services.get_mut(&id) {
-            (service.engine, service.block_tokens, service.believed) = (engine, block_tokens, believed);
+            (service.engine, service.block_tokens) = (engine, block_tokens);
+            (service.weights, service.believed) = (weights, believed);
         }
         for wanted in endpoints {
             self.update_endpoint(id, wanted);
@@ -440,6 +459,7 @@ impl Worker {
             return;
         }
         let copies = Copies::new(ranks.len(), service.block_tokens, self.blocks_max, service.believed.as_ref());
+        let copies = copies.weigh(service.weights);
         // What was predicted before somebody listened is of no use; from now on it is.
         while shared.predictions.take().is_some() {}
         let by_use = Arc::default();
@@ -458,7 +478,9 @@ impl Worker {
         let Some(endpoint) = service.endpoints.get_mut(&index) else { return };
         let address = format!("http://{}/kv_cache_events", from.address);
         let name = StreamName { service: id, endpoint: index, label, rank: Rank(0), address };
-        match DrainSource::open(name, from, service.block_tokens, self.poller.waker()) {
+        let Service { block_tokens, weights, .. } = *service;
+        let blocks = DrainBlocks { block_tokens, weights, blocks_max: self.blocks_max };
+        match DrainSource::open(name, from, blocks, &endpoint.by_use, self.poller.waker()) {
             Ok(drain) => {
                 self.shared.register_drain(&drain);
                 self.drains.push((id, index));

@@ -46,6 +46,8 @@ const SLICE_KEYS: usize = 4096;
 #[derive(Debug)]
 pub struct Job<'a> {
     model: Arc<Model>,
+    /// The text was rendered by the model's own chat template.
+    is_chat: bool,
     memory: Box<Memory>,
     strides: Strides,
     source: Source<'a>,
@@ -174,6 +176,7 @@ impl<'a> Job<'a> {
         let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
         Ok(Job {
             model: Arc::clone(model),
+            is_chat: api == Api::ChatCompletions && rendering.template.is_none(),
             source,
             memory,
             strides,
@@ -259,6 +262,18 @@ impl<'a> Job<'a> {
             return self.tokens + left / BYTES_PER_TOKEN_ASSUMED;
         }
         self.tokens + left.saturating_mul(self.tokens) / self.bytes_done
+    }
+
+    /// Notes that an engine holds all blocks of the prompt: where it was rendered by a template that was assumed, the
+    /// assumption is right.
+    pub fn confirm_template(&self) {
+        if self.is_chat && self.model.template_assumed() {
+            tracing::info!(
+                model = self.model.slug(),
+                "an engine has the blocks that the assumed chat template leads to"
+            );
+            self.model.confirm_template();
+        }
     }
 
     /// Ends the work and lets the cache remember what was done, finished or not.

@@ -4,9 +4,11 @@
 use std::cell::RefCell;
 use std::num::NonZeroU32;
 
+use crate::block::Contract;
+use crate::block::vllm::Tagging;
 use crate::executor::Ticket;
 use crate::ids::{BlockKey, EndpointIndex};
-use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
+use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{Api, BodyView, Job, Keying, ModelTable, PrefixCache, Step};
 use crate::route::Evidence;
@@ -58,6 +60,7 @@ struct AtEndpoint<'a> {
 #[derive(Debug)]
 pub struct PromptKeys {
     own: Vec<BlockKey>,
+    /// One per key space beside the service's own, or several where engines key extras in several forms.
     others: Vec<InSpace>,
 }
 
@@ -90,7 +93,9 @@ impl Score {
     fn at(&self, reader: &Reader, endpoint: EndpointIndex) -> Option<AtEndpoint<'_>> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         let held = |runs: &[Run]| {
-            let of_endpoint = runs.iter().filter(|run| run.endpoint == endpoint);
+            // What comes from slower media is announced in device memory then.
+            let in_device = |run: &&Run| run.endpoint == endpoint && run.medium == Medium::Device;
+            let of_endpoint = runs.iter().filter(in_device);
             of_endpoint.map(|run| run.blocks).max().unwrap_or(0)
         };
         let own = AtEndpoint { keys: &keys.own, held: held(runs), block_tokens: None };
@@ -98,11 +103,18 @@ impl Score {
             return Some(own);
         }
         let space = reader.enter()?.space_of(endpoint)?;
-        match keys.others.iter().find(|other| other.space == space) {
-            Some(InSpace { keys, runs, block_tokens, .. }) => {
-                Some(AtEndpoint { keys, held: held(runs), block_tokens: *block_tokens })
-            }
-            None => (space == SpaceIndex::OWN).then_some(own),
+        let others = keys.others.iter().filter(|other| other.space == space).map(|other| AtEndpoint {
+            keys: &other.keys,
+            held: held(&other.runs),
+            block_tokens: other.block_tokens,
+        });
+        let own = (space == SpaceIndex::OWN).then_some(own);
+        let mut streams = own.into_iter().chain(others);
+        let first = streams.next()?;
+        // Of several forms of extra keys the endpoint's is the one that it holds something of.
+        match streams.next() {
+            None => Some(first),
+            Some(second) => [first, second].into_iter().chain(streams).find(|at| at.held > 0),
         }
     }
 }
@@ -121,8 +133,9 @@ pub async fn score(
     // The whole body is looked through here, the whole chat rendered below; each is a slice of its own.
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
     ticket.breathe().await;
+    let forms = forms(kv, body, request);
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
-    let others_hold = has_other_spaces(reader);
+    let others_hold = has_other_spaces(reader) || forms.len() > 1;
     let begun = if others_hold {
         begin(api, &local.service, kv, models, body, request, &mut PrefixCache::new(0))
     } else {
@@ -133,7 +146,7 @@ pub async fn score(
         Err(reason) => return Score::Miss(reason),
     };
     ticket.breathe().await;
-    let others = if others_hold { other_walks(&mut job, reader) } else { Vec::new() };
+    let others = if others_hold { other_walks(&mut job, reader, kv, &forms) } else { Vec::new() };
     let own = InSpace::new(SpaceIndex::OWN, None);
     let mut work = Work { job: Some(job), own, others, prefixes };
     loop {
@@ -172,17 +185,48 @@ fn has_other_spaces(reader: &Reader) -> bool {
     reader.enter().is_some_and(|guard| guard.other_spaces().next().is_some())
 }
 
+/// The forms that the engines key the request's adapter or salt in, the contract's own first; none for a request that
+/// says nothing of the kind, whose keys are the same in all of them.
+fn forms(kv: &KvExact, body: &BodyView<'_>, request: &RequestView<'_>) -> Vec<Tagging> {
+    let adapted = || {
+        let model = body.model.as_deref().or_else(|| request.model());
+        model.is_some_and(|model| kv.adapters.contains_key(model))
+    };
+    match kv.contract {
+        Contract::Vllm { tagging, .. } if body.is_salted() || adapted() => {
+            std::iter::once(tagging).chain(kv.other_forms.iter().copied()).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
 /// Adds the key streams of holders that do not have the rule's keys; for most services there are none.
-fn other_walks(job: &mut Job<'_>, reader: &Reader) -> Vec<InSpace> {
+fn other_walks(job: &mut Job<'_>, reader: &Reader, kv: &KvExact, forms: &[Tagging]) -> Vec<InSpace> {
     let Some(guard) = reader.enter() else { return Vec::new() };
-    let mut walks = Vec::new();
+    let own = NonZeroU32::new(kv.block_tokens).map(|block_tokens| Space { contract: kv.contract, block_tokens });
+    let own_forms = own.into_iter().flat_map(|space| in_forms(space, forms.get(1..).unwrap_or_default()));
+    let mut walks: Vec<_> = own_forms.map(|space| (SpaceIndex::OWN, space)).collect();
     for (index, space) in guard.other_spaces() {
-        // A contract that cannot key what the request says has no holder for it.
-        if job.also(&space.contract, space.block_tokens).is_ok() {
-            walks.push(InSpace::new(index, Some(space.block_tokens)));
+        match space.contract {
+            Contract::Vllm { .. } if !forms.is_empty() => {
+                walks.extend(in_forms(space, forms).map(|space| (index, space)));
+            }
+            _ => walks.push((index, space)),
         }
     }
-    walks
+    // A contract that cannot key what the request says has no holder for it.
+    walks.retain(|(_, space)| job.also(&space.contract, space.block_tokens).is_ok());
+    walks.into_iter().map(|(index, space)| InSpace::new(index, Some(space.block_tokens))).collect()
+}
+
+/// A key space as engines of releases with these forms of extra keys fill it.
+fn in_forms(space: Space, forms: &[Tagging]) -> impl Iterator<Item = Space> {
+    forms.iter().filter_map(move |tagging| match space.contract {
+        Contract::Vllm { none_hash, lookahead, .. } => {
+            Some(Space { contract: Contract::Vllm { none_hash, tagging: *tagging, lookahead }, ..space })
+        }
+        _ => None,
+    })
 }
 
 /// A walk among the holders of one key space.
@@ -252,6 +296,11 @@ impl Work<'_> {
         let mut runs: Vec<Run> = self.own.walk.runs(&guard).collect();
         for other in &mut self.others {
             other.add_runs(&guard, &mut runs);
+        }
+        let all = u32::try_from(job.keys().len()).unwrap_or(u32::MAX);
+        if step == Step::Done && all > 0 && self.own.walk.runs(&guard).any(|run| run.blocks >= all) {
+            // An engine has stored the very blocks that the template led to.
+            job.confirm_template();
         }
         let keys = PromptKeys { own: job.keys().to_vec(), others: std::mem::take(&mut self.others) };
         Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs, keys }))

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 
 use shards::ids::BlockKey;
 
+use super::super::copies::Place;
 use super::super::counts::{CopyCounts, Cursor, Reading};
 use super::CHANGES_MAX;
 
@@ -34,19 +35,19 @@ pub(crate) struct Capture {
 }
 
 /// A group's keys and copies.
-type Group = (u32, Vec<(u64, u32)>);
+pub(super) type Group = (Place, Vec<(u64, u32)>);
 
 /// What was read, and what changed meanwhile.
 #[derive(Debug, Default)]
 pub(crate) struct Captured {
     groups: Vec<Group>,
     /// Group, key and its copies from then on.
-    changes: Vec<(u32, u64, u32)>,
+    changes: Vec<(Place, u64, u32)>,
 }
 
 impl Capture {
     /// A key's copies changed.
-    pub(crate) fn changed(&mut self, group: u32, key: BlockKey, copies: u32) {
+    pub(crate) fn changed(&mut self, group: Place, key: BlockKey, copies: u32) {
         // One more than allowed says that there were too many.
         if self.read.changes.len() <= CHANGES_MAX {
             self.read.changes.push((group, key.0, copies));
@@ -54,7 +55,7 @@ impl Capture {
     }
 
     /// Reads on over at most `most` places.
-    pub(crate) fn slice(&mut self, groups: &[(u32, CopyCounts)], most: usize) -> Progress {
+    pub(crate) fn slice(&mut self, groups: &[(Place, CopyCounts)], most: usize) -> Progress {
         const MOVED_MAX: u32 = 8;
         if self.read.changes.len() > CHANGES_MAX || self.moved > MOVED_MAX {
             return Progress::GivenUp;
@@ -86,7 +87,7 @@ impl Capture {
 impl Captured {
     /// Keys and copies as they were at the last slice: oldest first, and what changed during the copy last.
     pub(crate) fn into_groups(self) -> Vec<Group> {
-        let mut last: HashMap<(u32, u64), (usize, u32)> = HashMap::new();
+        let mut last: HashMap<(Place, u64), (usize, u32)> = HashMap::new();
         for (place, (group, key, copies)) in self.changes.into_iter().enumerate() {
             last.insert((group, key), (place, copies));
         }
@@ -111,6 +112,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use proptest::prelude::*;
+    use shards::inventory::Medium;
 
     use super::*;
 
@@ -123,8 +125,9 @@ mod tests {
             during in prop::collection::vec((0_u8..6, 0_u64..60), 0..3_000),
             most in 1_usize..40,
         ) {
-            let mut groups = vec![(0, CopyCounts::default()), (7, CopyCounts::default())];
-            let apply = |groups: &mut Vec<(u32, CopyCounts)>, step: u8, key: u64| {
+            let place = |group| Place { medium: Medium::Device, group };
+            let mut groups = vec![(place(0), CopyCounts::default()), (place(7), CopyCounts::default())];
+            let apply = |groups: &mut Vec<(Place, CopyCounts)>, step: u8, key: u64| {
                 let (id, counts) = &mut groups[key as usize % 2];
                 let key = BlockKey(key);
                 if step % 3 == 2 { counts.remove(key) } else { counts.add(key, step % 3 == 1) };
@@ -138,13 +141,13 @@ mod tests {
                         Progress::Done(captured) => {
                             let expected: BTreeMap<_, _> = groups
                                 .iter()
-                                .flat_map(|(id, counts)| counts.keys().map(|key| ((*id, key.0), counts.copies(key))))
+                                .flat_map(|(id, counts)| counts.keys().map(|key| ((id.group, key.0), counts.copies(key))))
                                 .collect();
                             let found: Vec<_> = captured.into_groups();
                             let entries = found.iter().map(|(_, keys)| keys.len()).sum::<usize>();
                             let found: BTreeMap<_, _> = found
                                 .into_iter()
-                                .flat_map(|(id, keys)| keys.into_iter().map(move |(key, copies)| ((id, key), copies)))
+                                .flat_map(|(id, keys)| keys.into_iter().map(move |(key, copies)| ((id.group, key), copies)))
                                 .collect();
                             prop_assert_eq!(entries, found.len(), "each key once");
                             prop_assert_eq!(found, expected);
@@ -163,10 +166,11 @@ mod tests {
 
     #[test]
     fn too_many_changes_end_a_copy() {
-        let groups = [(0, CopyCounts::default())];
+        let place = Place { medium: Medium::Device, group: 0 };
+        let groups = [(place, CopyCounts::default())];
         let mut capture = Capture::default();
         for key in 0..=CHANGES_MAX as u64 {
-            capture.changed(0, BlockKey(key), 1);
+            capture.changed(place, BlockKey(key), 1);
         }
         assert!(matches!(capture.slice(&groups, 1), Progress::GivenUp));
     }

@@ -7,7 +7,7 @@
 //! | key space, its number (tokens or lookahead), its algorithm | 1, 4, text |
 //! | flags: has a last batch, history known from its beginning, tells cached tokens, unproven | 1 |
 //! | last batch: sequence, length, first bytes | 8, 8, 16 |
-//! | groups: how many, then each: id, keys, and per key: key, copies | 4, 4, 4, 8 + 4 |
+//! | groups: how many, then each: id, medium, keys, and per key: key, copies | 4, 4, 1, 4, 8 + 4 |
 //! | own keys of engine keys: how many, then each | 4, 8 + 8 |
 //! | XXH3 of all before | 8 |
 //!
@@ -19,15 +19,17 @@ use std::num::NonZeroU32;
 
 use shards::block::vllm::Algorithm;
 use shards::block::{Contract, NoneHash};
-use shards::inventory::Space;
+use shards::inventory::{Medium, Space};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::calibrate::{Believed, Way};
-use super::super::copies::GROUPS_MAX;
+use super::super::copies::{GROUPS_MAX, Place};
 use super::super::stream::Print;
 
 const MAGIC: &[u8; 8] = b"KVLSTATE";
 const VERSION: u32 = 1;
+/// Media by their numbers.
+const MEDIA: [Medium; 3] = [Medium::Device, Medium::Cpu, Medium::Storage];
 /// Longest text of an identity.
 const TEXT_MAX: usize = 1024;
 /// Most tokens of lookahead that a file can say.
@@ -125,7 +127,7 @@ pub(crate) struct Image {
     /// Some of the keys were unproven already: what follows on the last batch proves nothing of them.
     pub(crate) unproven: bool,
     /// Keys and their copies by group, oldest first.
-    pub(crate) groups: Vec<(u32, Vec<(u64, u32)>)>,
+    pub(crate) groups: Vec<(Place, Vec<(u64, u32)>)>,
     /// Engine key → own key.
     pub(crate) own: Vec<(u64, u64)>,
 }
@@ -181,8 +183,9 @@ pub(super) fn encode(identity: &Identity, image: &Image) -> Vec<u8> {
     bytes.extend_from_slice(&(print.len as u64).to_le_bytes());
     bytes.extend_from_slice(&print.head);
     put_number(&mut bytes, image.groups.len());
-    for (id, keys) in &image.groups {
-        bytes.extend_from_slice(&id.to_le_bytes());
+    for (Place { medium, group }, keys) in &image.groups {
+        bytes.extend_from_slice(&group.to_le_bytes());
+        bytes.push(MEDIA.iter().position(|known| known == medium).map_or(0, |place| place as u8));
         put_number(&mut bytes, keys.len());
         for (key, copies) in keys {
             bytes.extend_from_slice(&key.to_le_bytes());
@@ -314,12 +317,13 @@ impl<'a> Bytes<'a> {
             ..Image::default()
         };
         for _ in 0..self.u32().filter(|groups| *groups as usize <= GROUPS_MAX)? {
-            let id = self.u32()?;
+            let group = self.u32()?;
+            let medium = *MEDIA.get(usize::from(self.u8()?))?;
             let pair = |entry: [u8; 12]| {
                 let (key, copies) = entry.split_first_chunk::<8>()?;
                 Some((u64::from_le_bytes(*key), u32::from_le_bytes(copies.try_into().ok()?)))
             };
-            image.groups.push((id, self.entries()?.filter_map(pair).collect()));
+            image.groups.push((Place { medium, group }, self.entries()?.filter_map(pair).collect()));
         }
         let pair = |entry: [u8; 16]| {
             let (engine, own) = entry.split_first_chunk::<8>()?;
@@ -372,7 +376,9 @@ mod tests {
         ];
         let keys = || prop::collection::vec((any::<u64>(), any::<u32>()), 0..20);
         let last = prop::option::of((any::<u64>(), prop::collection::vec(any::<u8>(), 0..40)));
-        let groups = prop::collection::vec((any::<u32>(), keys()), 0..4);
+        let place =
+            (any::<u32>(), prop::sample::select(MEDIA.to_vec())).prop_map(|(group, medium)| Place { medium, group });
+        let groups = prop::collection::vec((place, keys()), 0..4);
         let own = prop::collection::vec(any::<(u64, u64)>(), 0..9);
         (way, last, any::<(bool, bool, bool)>(), groups, own).prop_map(
             |(way, last, (whole, tells_cached, unproven), groups, own)| Image {

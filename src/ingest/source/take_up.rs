@@ -56,8 +56,9 @@ impl Source {
         // A way that the rule cannot have is one of a file whose contract has the same digest by chance.
         let way = image.way.way(believed).unwrap_or(Way::Rule);
         let place = self.place;
+        let places: Vec<_> = image.groups.iter().map(|(place, _)| *place).collect();
         self.with_applier(copies, writer, |_, applier| {
-            applier.change(|copies, _, _, op| copies.take_up(place, way, &mut |each| op(each)));
+            applier.change(|copies, _, _, op| copies.take_up(place, way, &places, &mut |each| op(each)));
         });
         self.asleep = Some(Asleep::TakingUp(Box::new(TakeUp { image, own: 0, group: 0, key: 0 })));
     }

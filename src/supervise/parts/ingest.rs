@@ -17,17 +17,13 @@ use crate::config::Config;
 use crate::cores::Plan;
 use crate::discovery::ServiceFacts;
 use crate::ingest::{
-    Bearer, Believed, DrainFrom, DrainStatus, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay,
-    ServiceSources, StateOptions, StreamStatus,
+    Believed, DrainFrom, DrainStatus, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources,
+    StateOptions, StreamStatus,
 };
 use crate::rules::{EventPlace, EventSource, contract};
 use crate::supervise::Entry;
 
 use super::PartError;
-
-/// Pauses between two drains of a TensorRT-LLM engine: the shorter while events come.
-const DRAIN_POLL_MIN: Duration = Duration::from_millis(5);
-const DRAIN_POLL_MAX: Duration = Duration::from_millis(20);
 
 /// The way to ingest: changes of subscriptions, and the state of event streams.
 #[derive(Clone, Debug)]
@@ -102,6 +98,11 @@ impl IngestPart {
             ("loxilb_kv_last_event_timestamp_seconds", "When the last batch was applied", |s| {
                 s.last_event_ms.unwrap_or(0) / 1000
             }),
+            (
+                "kvlane_kv_lag_microseconds",
+                "Age of the last live batch when it was applied, by the engine's clock",
+                |s| s.lag_us,
+            ),
         ];
         for (name, help, read) in gauges {
             families.gauge(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
@@ -243,13 +244,15 @@ pub(in crate::supervise) fn sources(entry: &Entry) -> ServiceSources {
             shared: Arc::clone(&place.shared),
             label: endpoint.to_string(),
             ranks: ranks.collect(),
-            drain: drain(entry, address),
+            // An engine that pushes its events hands out none.
+            drain: if endpoint.events.is_none() { drain(entry, address) } else { None },
         })
     });
     ServiceSources {
         id: entry.id,
         engine: entry.rule.engine,
         block_tokens: entry.rule.kv.as_ref().map_or(0, |kv| kv.block_tokens),
+        weights: entry.rule.kv.as_ref().map(|kv| kv.weights).unwrap_or_default(),
         believed: believed(entry).map(Arc::new),
         endpoints: endpoints.collect(),
     }
@@ -257,12 +260,9 @@ pub(in crate::supervise) fn sources(entry: &Entry) -> ServiceSources {
 
 /// The drain of a TensorRT-LLM engine: its serving port tells its events, each once.
 fn drain(entry: &Entry, address: SocketAddr) -> Option<DrainFrom> {
-    if entry.rule.engine != Engine::Trtllm || entry.rule.kv.is_none() {
-        return None;
-    }
-    let authorization = entry.rule.engine_token.as_ref().map(|token| token.authorization());
-    let bearer = authorization.as_deref().and_then(|value| Bearer::new(value.strip_prefix("Bearer ")?));
-    Some(DrainFrom { address, poll_min: DRAIN_POLL_MIN, poll_max: DRAIN_POLL_MAX, bearer })
+    let poll = entry.rule.kv.as_ref().filter(|_| entry.rule.engine == Engine::Trtllm)?.drain_poll;
+    let [poll_min, poll_max] = [poll.min_ms, poll.max_ms].map(|ms| Duration::from_millis(ms.into()));
+    Some(DrainFrom { address, poll_min, poll_max, token: entry.rule.engine_token.clone() })
 }
 
 /// What a rule says of its engines' keys; none for engines whose keys are not looked at. Releases are left out of it:
@@ -278,7 +278,8 @@ fn believed(entry: &Entry) -> Option<Believed> {
             tagging,
         }),
         Contract::Sglang(contract) => Some(Believed::Sglang(contract)),
-        Contract::Derived | Contract::TrtllmTokens | Contract::TrtllmV1 => None,
+        Contract::TrtllmTokens => Some(Believed::Tokens),
+        Contract::Derived | Contract::TrtllmV1 => None,
     }
 }
 
@@ -337,6 +338,7 @@ fn show(stream: &StreamStatus) -> Value {
         "adopted_by_usage": stream.adopted,
         "state_writes": stream.state_writes,
         "state_failures": stream.state_failures,
+        "lag_us": stream.lag_us,
         "replay": match stream.replay {
             Replay::Untried => "untried",
             Replay::Works => "works",
