@@ -13,6 +13,10 @@
 //! | `rule` | `kvHashAlgo` and `kvBlockSize` of the rule |
 //! | `engine_block_tokens` | the engine's block size where it is not the rule's, else null |
 //! | `by_use` | of the endpoint: predictions `fulfilled` and `missed` (after an answer, are the prompt's blocks there?), and `alarm`: null, or the `leg` that a run of misses points to (`template`, `template_input`, `tokenizer`) with its `detail` |
+//! | `started` | null until the stream has begun, then `cold` (with nothing), `restored` (with what a state file says) or `replayed` (with the engine's history) |
+//! | `degraded` | some of what is held was taken up from a state file or adopted and is not proven: it is routed by, and withdrawn as soon as the engine's `usage` denies it |
+//! | `start` | a sentence on both; empty where nothing is amiss |
+//! | `restored`, `withdrawn_by_usage`, `adopted_by_usage` | blocks |
 //! | `orphans`, `complete` | blocks whose beginning was never announced to us; complete = there are none |
 //!
 //! Beside it stand `endpoints`, one object per endpoint of a KV rule, and `drains`, one per TensorRT-LLM endpoint; see
@@ -27,7 +31,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use shards::ids::ServiceId;
 
-use crate::ingest::{DrainStatus, Leg, StreamStatus};
+use crate::ingest::{DrainStatus, Leg, Replay, Started, StreamStatus};
 use crate::rules::RuleEndpoint;
 use crate::rules::compile::Place;
 use crate::supervise::{Control, Entry, View};
@@ -141,7 +145,26 @@ fn show(stream: &StreamStatus, view: &View) -> Value {
             "missed": stream.by_use.missed,
             "alarm": stream.by_use.alarm.map(|leg| json!({ "leg": leg.name(), "detail": leg.detail() })),
         },
+        "started": stream.started.map(Started::name),
+        "degraded": stream.degraded,
+        "start": start(stream),
+        "restored": stream.restored,
+        "withdrawn_by_usage": stream.withdrawn,
+        "adopted_by_usage": stream.adopted,
         "orphans": stream.orphans,
         "complete": stream.orphans == 0,
     })
+}
+
+/// What is to be known of how the inventory began.
+fn start(stream: &StreamStatus) -> &'static str {
+    match stream.started {
+        Some(Started::Cold) if stream.replay != Replay::Works && !stream.whole => {
+            "no replay endpoint: cold start; a prompt's blocks are taken in as the engine's usage reports them cached"
+        }
+        Some(Started::Restored) if stream.degraded => {
+            "taken up from its state file, and no replay proves it: a prompt's blocks are withdrawn as soon as the engine's usage denies them"
+        }
+        _ => "",
+    }
 }

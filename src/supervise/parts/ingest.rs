@@ -18,7 +18,7 @@ use crate::cores::Plan;
 use crate::discovery::ServiceFacts;
 use crate::ingest::{
     Believed, DrainFrom, DrainStatus, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources,
-    StreamStatus,
+    StateOptions, StreamStatus,
 };
 use crate::rules::{EventPlace, EventSource, contract};
 use crate::supervise::Entry;
@@ -34,9 +34,21 @@ impl IngestPart {
         let options = IngestOptions {
             cores: plan.ingest.clone(),
             max_blocks_per_endpoint: config.kv_defaults.max_blocks as usize,
+            state: config
+                .state_directory
+                .clone()
+                .map(|directory| StateOptions { directory, period: config.state_period }),
             ..IngestOptions::new(Arc::clone(loads))
         };
         Ok(IngestPart(Arc::new(Ingest::start(options).map_err(PartError::IngestStart)?)))
+    }
+
+    /// Stops ingest, and waits until what engines hold is written.
+    pub(super) async fn stop(self) {
+        // It joins threads; a second signal is to be heard meanwhile.
+        if let Err(error) = tokio::task::spawn_blocking(move || self.0.stop()).await {
+            error!(%error, "ingest did not stop");
+        }
     }
 
     pub(crate) fn add(&self, entry: &Entry, writer: Writer) {
@@ -78,6 +90,11 @@ impl IngestPart {
         let gauges: [(&str, &str, Read); 4] = [
             ("loxilb_kv_subscriber_connected", "Whether a publisher is connected", |s| u64::from(s.connected)),
             ("loxilb_kv_inventory_fresh", "Whether the rank's blocks count for routing", |s| u64::from(s.eligible)),
+            (
+                "kvlane_kv_degraded",
+                "Whether some of the rank's blocks are unproven after a restart of the gateway",
+                |s| u64::from(s.degraded),
+            ),
             ("loxilb_kv_last_event_timestamp_seconds", "When the last batch was applied", |s| {
                 s.last_event_ms.unwrap_or(0) / 1000
             }),
@@ -105,6 +122,7 @@ impl IngestPart {
         for (name, help, read) in counters {
             families.counter(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
         }
+        encode_state(families, &streams)?;
         encode_parity(families, &streams)?;
         encode_drains(families, &self.0.drains())?;
         let rejects = streams.iter().flat_map(|stream| {
@@ -116,6 +134,28 @@ impl IngestPart {
         });
         families.counter("loxilb_kv_wire_reject", "What of the engine's messages was not taken", rejects)
     }
+}
+
+/// What was remembered over a restart, and what engines' `usage` said of it.
+fn encode_state(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::fmt::Result {
+    type Read = fn(&StreamStatus) -> u64;
+    let started = streams.iter().filter_map(|stream| {
+        let mut labels = labels(stream);
+        labels.push(("with", stream.started?.name().to_owned()));
+        Some((labels, 1))
+    });
+    families.gauge("kvlane_kv_started", "What the rank's inventory began with", started)?;
+    let counters: [(&str, &str, Read); 5] = [
+        ("kvlane_kv_restored_blocks", "Blocks taken up from state files", |s| s.restored),
+        ("kvlane_kv_withdrawn_blocks", "Unproven blocks that the engine's usage denied", |s| s.withdrawn),
+        ("kvlane_kv_adopted_blocks", "Blocks taken in because the engine's usage reported them cached", |s| s.adopted),
+        ("kvlane_kv_state_writes", "State files written", |s| s.state_writes),
+        ("kvlane_kv_state_failures", "State files not written, or not taken up", |s| s.state_failures),
+    ];
+    for (name, help, read) in counters {
+        families.counter(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
+    }
+    Ok(())
 }
 
 /// The verdicts on the engines' keys: one series per rank for its verdict, and one per leg at fault.
@@ -291,6 +331,13 @@ fn show(stream: &StreamStatus) -> Value {
         "rejects": rejects,
         "engine_block_tokens": stream.engine_block_tokens,
         "last_event_ms": stream.last_event_ms,
+        "started": stream.started.map(|started| started.name()),
+        "degraded": stream.degraded,
+        "restored": stream.restored,
+        "withdrawn_by_usage": stream.withdrawn,
+        "adopted_by_usage": stream.adopted,
+        "state_writes": stream.state_writes,
+        "state_failures": stream.state_failures,
         "lag_us": stream.lag_us,
         "replay": match stream.replay {
             Replay::Untried => "untried",
