@@ -10,12 +10,15 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
+use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
 use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
+use crate::prompt::Rendering;
+use crate::usage::Statements;
 
 /// Everything a shard needs to serve: handed over whole, swapped at once.
 #[derive(Debug)]
@@ -110,10 +113,19 @@ pub struct KvExact {
     /// Whether the rule itself names the algorithm. Where it does not, engines that use another are followed; where it
     /// does, they are at fault.
     pub algo_given: bool,
+    /// Forms of vLLM's extra keys beside the contract's that some of the engines use: requests with an adapter or a salt
+    /// are keyed in each of them.
+    pub other_forms: Vec<Tagging>,
+    /// What blocks outside of device memory are worth.
+    pub weights: MediumWeights,
     /// Adapters that the engines serve, by the name that requests ask for.
     pub adapters: HashMap<Box<str>, Adapter>,
     /// Chat template file's text that overrides the model's own (`kvChatTemplate`), if the rule names one.
     pub chat_template: Option<Arc<str>>,
+    /// Template arguments the engines were started with (`kvChatTemplateKwargs`): a JSON object that has been checked.
+    pub chat_template_kwargs: Option<Arc<str>>,
+    /// Whether engines put a BOS token before texts (`kvAddBos`); none = as the model's files say.
+    pub add_bos: Option<bool>,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -128,6 +140,29 @@ pub struct KvExact {
     pub zero_hit_every: u32,
     /// The service's inventory, to be read.
     pub inventory: inventory::ReaderFactory,
+}
+
+impl KvExact {
+    /// How the service's engines turn requests into prompts.
+    #[must_use]
+    pub fn rendering(&self, engine: Engine) -> Rendering<'_> {
+        Rendering {
+            engine,
+            template: self.chat_template.as_ref(),
+            kwargs: self.chat_template_kwargs.as_deref(),
+            add_bos: self.add_bos,
+        }
+    }
+}
+
+/// What a block is worth that lies in another medium than the engine's device memory, in percent of one that lies there
+/// (`kvMediumWeights`). Media that are neither are worth nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MediumWeights {
+    /// The host's memory: `CPU`, `CPU_PINNED`, TensorRT-LLM's level 1.
+    pub cpu: u8,
+    /// Whatever lies behind it: `STORAGE`, `FS`, `OBJ`, `DISK`; no more than `cpu`.
+    pub storage: u8,
 }
 
 /// An adapter that a service's engines serve beside their model.
@@ -213,6 +248,12 @@ pub enum MissReason {
     Template,
     /// The prompt could not be understood (shape, encoding).
     Tokenize,
+    /// Engines render this model's chats in code, not by a template.
+    EngineRendered,
+    /// Media or embeddings stand before the first certain block.
+    Media,
+    /// The prompt continues something that only the engine has stored.
+    Stored,
     /// The request's adapter, salt or other extra cannot be keyed under the engines' contract.
     Extras,
     /// The prompt has no full block.
@@ -227,7 +268,7 @@ pub enum MissReason {
 
 impl MissReason {
     /// Every reason, in the order of the counters.
-    pub const ALL: [MissReason; 13] = [
+    pub const ALL: [MissReason; 16] = [
         MissReason::ModeOff,
         MissReason::TextEmpty,
         MissReason::ModelEmpty,
@@ -236,6 +277,9 @@ impl MissReason {
         MissReason::TemplateMissing,
         MissReason::Template,
         MissReason::Tokenize,
+        MissReason::EngineRendered,
+        MissReason::Media,
+        MissReason::Stored,
         MissReason::Extras,
         MissReason::Hashes,
         MissReason::NoWorker,
@@ -255,6 +299,9 @@ impl MissReason {
             MissReason::TemplateMissing => "template_missing",
             MissReason::Template => "template",
             MissReason::Tokenize => "tokenize",
+            MissReason::EngineRendered => "engine_rendered",
+            MissReason::Media => "media",
+            MissReason::Stored => "stored",
             MissReason::Extras => "extras",
             MissReason::Hashes => "hashes",
             MissReason::NoWorker => "no_worker",
@@ -298,6 +345,8 @@ pub struct EndpointShared {
     pub kv_blocks: AtomicU64,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
+    /// What its engine says of its cache, for the ingest thread.
+    pub usage: Statements,
     /// Counters, a row per shard.
     pub stats: Box<[EndpointStats]>,
 }
@@ -313,6 +362,7 @@ impl EndpointShared {
             connect_failures: AtomicU32::new(0),
             kv_blocks: AtomicU64::new(0),
             predictions: Predictions::default(),
+            usage: Statements::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),
         }
     }

@@ -56,12 +56,16 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         algo_given: kv.algo_given,
         adapters: facts.adapters.iter().map(|(name, adapter)| (name.as_str().into(), adapter.clone())).collect(),
         chat_template: kv.chat_template.as_ref().map(|template| Arc::clone(&template.text)),
+        chat_template_kwargs: kv.prompts.template_kwargs.clone(),
+        add_bos: kv.prompts.add_bos,
         min_match_tokens: kv.min_match_tokens,
         spill_relief: kv.spill_relief,
         mean_load_factor: kv.mean_load_factor,
         seed_every: kv.seed_every,
         seed_min_blocks: kv.seed_min_blocks,
         zero_hit_every: kv.zero_hit_every,
+        other_forms: facts.other_forms(),
+        weights: kv.weights,
         inventory,
     }
 }
