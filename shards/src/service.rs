@@ -18,6 +18,7 @@ use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 use crate::prompt::Rendering;
+use crate::usage::Statements;
 
 /// Everything a shard needs to serve: handed over whole, swapped at once.
 #[derive(Debug)]
@@ -344,6 +345,8 @@ pub struct EndpointShared {
     pub kv_blocks: AtomicU64,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
+    /// What its engine says of its cache, for the ingest thread.
+    pub usage: Statements,
     /// Counters, a row per shard.
     pub stats: Box<[EndpointStats]>,
 }
@@ -359,6 +362,7 @@ impl EndpointShared {
             connect_failures: AtomicU32::new(0),
             kv_blocks: AtomicU64::new(0),
             predictions: Predictions::default(),
+            usage: Statements::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),
         }
     }

@@ -197,6 +197,24 @@ impl Calibrator {
         self.tagging_tries = 0;
     }
 
+    /// How the rank's blocks are keyed now.
+    pub(crate) fn way(&self) -> Way {
+        self.way
+    }
+
+    /// A former gateway found this, and the rank begins so: the next root blocks show whether it is still true.
+    pub(crate) fn resume(&mut self, way: Way) {
+        self.way = way;
+        self.finding = Finding {
+            verdict: match way {
+                Way::Derived(_) => Verdict::Derived,
+                _ => Verdict::Believed,
+            },
+            detail: "as found before the gateway was restarted; the engine's next blocks are looked at anew".to_owned(),
+            ..Finding::default()
+        };
+    }
+
     pub(crate) fn finding(&self) -> &Finding {
         &self.finding
     }

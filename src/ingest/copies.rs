@@ -22,11 +22,16 @@
 //! **Keys.** Copies are counted by the engine's own keys as long as these are what the rule says ([`super::calibrate`]),
 //! else by the gateway's ([`super::derived`]). A verdict moves the rank from the ones to the others, copies and all.
 //!
+//! **Unproven** keys were taken up from a file, or adopted because the engine's `usage` reported them cached: a store
+//! proves one and is no further copy, a denied hit withdraws it.
+//!
 //! **Bound.** An endpoint keeps at most `blocks_max` (rank, group, key) entries; beyond it the oldest entry of the
 //! group that grew is withdrawn, and counted.
 
 #![forbid(unsafe_code)]
 
+use std::collections::HashSet;
+use std::hash::BuildHasherDefault;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -38,13 +43,14 @@ use shards::service::MediumWeights;
 
 use super::calibrate::{Believed, Calibrator, Finding, Way};
 use super::counts::{Change, CopyCounts};
-use super::derived::{NotDerived, OwnKeys};
+use super::derived::{KeyHasher, NotDerived, OwnKeys};
 use super::events::{Batch, Event, Keys, Reject, Removed, Stored};
 use super::parity::{ByUse, UseLeg, UseStats};
+use super::persist::{Capture, Captured, KeptWay, Progress};
 use super::status::{StreamStats, add};
 
 /// Attention groups of one cache. Beyond it: the event is rejected.
-const GROUPS_MAX: usize = 64;
+pub(crate) const GROUPS_MAX: usize = 64;
 
 /// An operation on the inventory, for one holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,10 +73,10 @@ pub(crate) enum Op {
 }
 
 /// What is counted apart in one cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Place {
-    medium: Medium,
-    group: u32,
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Place {
+    pub(crate) medium: Medium,
+    pub(crate) group: u32,
 }
 
 /// How the keys of a holder are to be read.
@@ -110,6 +116,10 @@ struct Cache {
     own: OwnKeys,
     /// Copies are counted by own keys, not by the engine's.
     derived: bool,
+    /// Keys that the engine may hold no more.
+    unproven: HashSet<u64, BuildHasherDefault<KeyHasher>>,
+    /// The copying of its keys for a file, while it is under way.
+    capture: Option<Box<Capture>>,
 }
 
 impl Cache {
@@ -142,6 +152,31 @@ impl Cache {
         self.calibrator.as_ref().is_some_and(|calibrator| !calibrator.is_proved())
     }
 
+    /// One more copy; with `at_least_one`, only if there is none.
+    fn add(&mut self, group: usize, key: BlockKey, at_least_one: bool) -> Change {
+        // An engine does not announce again what it has: the copy that was unproven is gone.
+        let in_device = self.groups[group].0.medium == Medium::Device;
+        let anew = in_device && !self.unproven.is_empty() && self.unproven.remove(&key.0);
+        let change = self.groups[group].1.add(key, at_least_one || anew);
+        self.note(group, key);
+        change
+    }
+
+    /// One copy less.
+    fn remove(&mut self, group: usize, key: BlockKey) -> Change {
+        let change = self.groups[group].1.remove(key);
+        self.note(group, key);
+        change
+    }
+
+    /// Tells a capture under way of a change.
+    fn note(&mut self, group: usize, key: BlockKey) {
+        if let Some(capture) = &mut self.capture {
+            let (id, counts) = &self.groups[group];
+            capture.changed(*id, key, counts.copies(key));
+        }
+    }
+
     /// The key that copies are counted by.
     fn counted(&self, engine: BlockKey) -> Option<BlockKey> {
         if self.derived { self.own.get(engine) } else { Some(engine) }
@@ -156,6 +191,8 @@ impl Cache {
         };
         let fits = self.block_tokens == block_tokens;
         self.block_tokens = block_tokens;
+        self.capture = None;
+        let was_unproven = !std::mem::take(&mut self.unproven).is_empty();
         let groups = std::mem::take(&mut self.groups);
         let was_derived = std::mem::replace(&mut self.derived, derived);
         self.groups = match (was_derived, derived) {
@@ -171,6 +208,15 @@ impl Cache {
         if !derived {
             self.own = OwnKeys::default();
         }
+        if was_unproven {
+            self.doubt();
+        }
+    }
+
+    /// All that is held may be gone.
+    fn doubt(&mut self) {
+        let Cache { groups, unproven, .. } = self;
+        unproven.extend(groups.iter().flat_map(|(_, counts)| counts.keys()).map(|key| key.0));
     }
 }
 
@@ -237,8 +283,11 @@ impl Copies {
 
     /// Forgets what one rank holds; nothing happens where it holds nothing.
     pub(crate) fn clear(&mut self, rank: usize, stats: &StreamStats, op: &mut impl FnMut(Op)) {
-        self.ranks[rank].own = OwnKeys::default();
-        if self.ranks[rank].entries() == 0 {
+        let cache = &mut self.ranks[rank];
+        cache.own = OwnKeys::default();
+        cache.unproven = HashSet::default();
+        cache.capture = None;
+        if cache.entries() == 0 {
             return;
         }
         self.by_use.forget();
@@ -420,13 +469,16 @@ impl Copies {
 
     /// The medium of an event, where it counts.
     fn counted_medium(&self, name: Option<&str>) -> Option<Medium> {
-        let medium = medium(name)?;
-        let weight = match medium {
-            Medium::Device => return Some(medium),
-            Medium::Cpu => self.weights.cpu,
-            Medium::Storage => self.weights.storage,
-        };
-        (weight > 0).then_some(medium)
+        medium(name).filter(|medium| self.counts(*medium))
+    }
+
+    /// Whether blocks in a medium count.
+    fn counts(&self, medium: Medium) -> bool {
+        match medium {
+            Medium::Device => true,
+            Medium::Cpu => self.weights.cpu > 0,
+            Medium::Storage => self.weights.storage > 0,
+        }
     }
 
     fn add(
@@ -438,7 +490,7 @@ impl Copies {
         stats: &StreamStats,
         op: &mut impl FnMut(Op),
     ) {
-        match self.ranks[rank].groups[group].1.add(key, again) {
+        match self.ranks[rank].add(group, key, again) {
             Change::First => self.first_copy(rank, group, key, stats, op),
             _ => add(&stats.duplicates, 1),
         }
@@ -461,7 +513,7 @@ impl Copies {
                 add(&stats.unknown_removals, 1);
                 continue;
             };
-            match cache.groups[group].1.remove(key) {
+            match cache.remove(group, key) {
                 Change::Last => {
                     if !cache.contains(key) {
                         cache.own.forget(engine);
@@ -526,7 +578,9 @@ impl Copies {
             op(Op::Store(key));
         }
         while self.entries > self.blocks_max {
-            let Some(oldest) = self.ranks[rank].groups[group].1.remove_oldest() else { break };
+            let cache = &mut self.ranks[rank];
+            let Some(oldest) = cache.groups[group].1.remove_oldest() else { break };
+            cache.note(group, oldest);
             add(&stats.evicted, 1);
             self.last_copy(rank, group, oldest, op);
         }
@@ -535,9 +589,145 @@ impl Copies {
     fn last_copy(&mut self, rank: usize, group: usize, key: BlockKey, op: &mut impl FnMut(Op)) {
         self.entries -= 1;
         self.wide(rank, group, key, false, op);
+        let cache = &mut self.ranks[rank];
+        if !cache.unproven.is_empty() && !cache.contains(key) {
+            cache.unproven.remove(&key.0);
+        }
         if self.is_in_device(rank, group) && !self.elsewhere(rank, group, key, Medium::Device) {
             self.distinct -= u64::from(!self.in_other_rank(rank, key));
             op(Op::Remove(key));
+        }
+    }
+}
+
+/// What a file of a former gateway, and an engine's `usage`, say of what a rank holds.
+impl Copies {
+    /// How one rank's keys are to be read, for a file; none where nothing may be kept.
+    pub(crate) fn kept_way(&self, rank: usize) -> Option<KeptWay> {
+        let way = self.ranks[rank].calibrator.as_ref().map_or(Way::Rule, Calibrator::way);
+        KeptWay::of(way)
+    }
+
+    /// Engine key → own key of a rank whose copies are counted by own keys; else nothing.
+    pub(crate) fn own_pairs(&self, rank: usize) -> Vec<(u64, u64)> {
+        let cache = &self.ranks[rank];
+        if cache.derived { cache.own.pairs().collect() } else { Vec::new() }
+    }
+
+    /// Copies one rank's keys for a file, a slice of `most` places at a time. What is given up begins anew.
+    pub(crate) fn capture(&mut self, rank: usize, most: usize) -> Progress {
+        let Cache { groups, capture, .. } = &mut self.ranks[rank];
+        let progress = capture.get_or_insert_default().slice(groups, most);
+        if !matches!(progress, Progress::More) {
+            *capture = None;
+        }
+        progress
+    }
+
+    /// One rank's keys, copied at once: for the end of the process.
+    pub(crate) fn capture_whole(&mut self, rank: usize) -> Captured {
+        self.ranks[rank].capture = None;
+        loop {
+            if let Progress::Done(captured) = self.capture(rank, usize::MAX) {
+                return captured;
+            }
+        }
+    }
+
+    /// Begins to take up what a file says of a rank, which holds nothing yet.
+    pub(crate) fn take_up(&mut self, rank: usize, way: Way, places: &[Place], op: &mut impl FnMut(Op)) {
+        for Place { medium, .. } in places {
+            if *medium != Medium::Device && self.counts(*medium) && !self.ranks[rank].media.contains(medium) {
+                self.ranks[rank].media.push(*medium);
+            }
+        }
+        if way != Way::Rule {
+            self.rekey(rank, way, op);
+            if let Some(calibrator) = &mut self.ranks[rank].calibrator {
+                calibrator.resume(way);
+            }
+        }
+    }
+
+    /// The own key of an engine key.
+    pub(crate) fn take_up_own(&mut self, rank: usize, engine: u64, own: u64) {
+        self.ranks[rank].own.insert(engine, own);
+    }
+
+    /// A key with its copies; the oldest come first. False where it cannot be taken.
+    pub(crate) fn take_up_key(
+        &mut self,
+        rank: usize,
+        place: Place,
+        (key, copies): (BlockKey, u32),
+        stats: &StreamStats,
+        op: &mut impl FnMut(Op),
+    ) -> bool {
+        if !self.counts(place.medium) {
+            return false;
+        }
+        let Some(group) = self.group(rank, place) else { return false };
+        let cache = &mut self.ranks[rank];
+        if copies == 0 || cache.groups[group].1.contains(key) {
+            return false;
+        }
+        cache.groups[group].1.set(key, copies);
+        cache.note(group, key);
+        cache.unproven.insert(key.0);
+        self.first_copy(rank, group, key, stats, op);
+        stats.held.store(self.ranks[rank].entries() as u64, Ordering::Relaxed);
+        true
+    }
+
+    /// Whether a rank has keys that its engine may hold no more.
+    pub(crate) fn is_unproven(&self, rank: usize) -> bool {
+        !self.ranks[rank].unproven.is_empty()
+    }
+
+    /// What a rank holds is what its engine holds.
+    pub(crate) fn prove(&mut self, rank: usize) {
+        self.ranks[rank].unproven = HashSet::default();
+    }
+
+    /// All that a rank holds may be gone.
+    pub(crate) fn doubt(&mut self, rank: usize) {
+        self.ranks[rank].doubt();
+    }
+
+    /// The engine's `usage` says that it has these blocks of a prompt, and not those.
+    pub(crate) fn usage_said(
+        &mut self,
+        rank: usize,
+        cached: &[BlockKey],
+        denied: &[BlockKey],
+        stats: &StreamStats,
+        op: &mut impl FnMut(Op),
+    ) {
+        let in_device = |(place, _): &&(Place, CopyCounts)| place.medium == Medium::Device;
+        let place = self.ranks[rank].groups.iter().find(in_device).map(|(place, _)| *place);
+        let place = place.unwrap_or(Place { medium: Medium::Device, group: 0 });
+        for key in cached {
+            if !self.ranks[rank].contains(*key) && self.take_up_key(rank, place, (*key, 1), stats, op) {
+                add(&stats.adopted, 1);
+            }
+        }
+        for key in denied {
+            if self.ranks[rank].unproven.contains(&key.0) {
+                self.withdraw(rank, *key, op);
+                add(&stats.withdrawn, 1);
+            }
+        }
+        stats.held.store(self.ranks[rank].entries() as u64, Ordering::Relaxed);
+    }
+
+    /// Takes back a key, however many copies it has in however many groups.
+    fn withdraw(&mut self, rank: usize, key: BlockKey, op: &mut impl FnMut(Op)) {
+        for group in 0..self.ranks[rank].groups.len() {
+            let cache = &mut self.ranks[rank];
+            if cache.groups[group].1.forget(key) {
+                cache.note(group, key);
+                self.last_copy(rank, group, key, op);
+            }
         }
     }
 }

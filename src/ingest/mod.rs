@@ -22,6 +22,7 @@ mod framing;
 pub mod inspect;
 mod msgpack;
 mod parity;
+mod persist;
 mod poller;
 pub mod sglang;
 mod sockets;
@@ -48,10 +49,12 @@ pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
 pub use framing::check_any_framing;
 pub use parity::{UseLeg, UseStatus};
+use persist::Files;
+pub use persist::{StateOptions, check_any_state_file};
 use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
-pub use status::{Replay, StreamName, StreamStatus};
+pub use status::{Replay, Started, StreamName, StreamStatus};
 pub use trtllm::{DrainFrom, DrainStatus, Phase, SecondDrainer, check_any_json as check_any_trtllm_json};
 use trtllm::{DrainSource, DrainStats};
 use worker::{Command, Worker, WorkerOptions};
@@ -72,10 +75,12 @@ pub struct IngestOptions {
     pub replay_timeout: Duration,
     /// How long the blocks of an engine that is gone are kept aside, in case a replay proves them after all.
     pub aside: Duration,
+    /// Where what engines hold is remembered over a restart; none = nowhere.
+    pub state: Option<StateOptions>,
 }
 
 impl IngestOptions {
-    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s; 10 s.
+    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s; 10 s; nothing is remembered.
     #[must_use]
     pub fn new(loads: Arc<LoadTable>) -> Self {
         IngestOptions {
@@ -84,6 +89,7 @@ impl IngestOptions {
             max_blocks_per_endpoint: 1_000_000,
             replay_timeout: Duration::from_secs(2),
             aside: Duration::from_secs(10),
+            state: None,
         }
     }
 }
@@ -191,13 +197,15 @@ impl Shared {
 pub struct Ingest {
     threads: Vec<Thread>,
     shared: Arc<Shared>,
+    /// The helper that writes state files; ends after the threads.
+    helper: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug)]
 struct Thread {
     commands: Sender<Command>,
     waker: Waker,
-    handle: Option<JoinHandle<()>>,
+    handle: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Ingest {
@@ -206,10 +214,17 @@ impl Ingest {
     /// # Errors
     /// Where a thread cannot be made or pinned, with the core in the message.
     pub fn start(options: IngestOptions) -> io::Result<Self> {
-        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout, aside } = options;
+        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout, aside, state } = options;
+        let (files, helper) = match state {
+            Some(StateOptions { directory, period }) => {
+                let (files, helper) = Files::start(directory, max_blocks_per_endpoint)?;
+                (Some((files, period)), Some(helper))
+            }
+            None => (None, None),
+        };
         let load_slots = AtomicUsize::new(loads.slots());
         let shared = Arc::new(Shared { streams: Mutex::default(), drains: Mutex::default(), load_slots });
-        let mut ingest = Ingest { threads: Vec::new(), shared };
+        let mut ingest = Ingest { threads: Vec::new(), shared, helper: Mutex::new(helper) };
         let cores = if cores.is_empty() { vec![None] } else { cores.into_iter().map(Some).collect() };
         for (number, core) in cores.into_iter().enumerate() {
             let poller = Poller::new()?;
@@ -223,9 +238,10 @@ impl Ingest {
                 blocks_max: max_blocks_per_endpoint,
                 replay_timeout,
                 aside,
+                state: files.clone(),
             };
             let handle = spawn(number, core, worker)?;
-            ingest.threads.push(Thread { commands, waker, handle: Some(handle) });
+            ingest.threads.push(Thread { commands, waker, handle: Mutex::new(Some(handle)) });
         }
         Ok(ingest)
     }
@@ -285,16 +301,26 @@ impl Ingest {
     }
 }
 
-impl Drop for Ingest {
-    fn drop(&mut self) {
+impl Ingest {
+    /// Stops the threads, and waits until what engines hold is written.
+    pub fn stop(&self) {
         for thread in &self.threads {
+            // One that has ended wants no command.
             let _ = thread.commands.send(Command::Stop);
             thread.waker.wake();
         }
-        for handle in self.threads.iter_mut().filter_map(|thread| thread.handle.take()) {
-            // A thread that panicked has said so already.
-            let _ = handle.join();
+        for handle in self.threads.iter().map(|thread| &thread.handle).chain([&self.helper]) {
+            if let Some(handle) = handle.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                // A thread that panicked has said so already.
+                let _ = handle.join();
+            }
         }
+    }
+}
+
+impl Drop for Ingest {
+    fn drop(&mut self) {
+        self.stop();
     }
 }
 

@@ -1,5 +1,7 @@
 //! One rank's event source: its sockets, its stream state, and the holder that its events write.
 
+mod take_up;
+
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,9 +17,11 @@ use super::framing::Framed;
 use super::parity::UseStats;
 use super::poller::Poller;
 use super::sockets::{Contexts, Frames, Link, Watched};
-use super::status::{Replay, StreamName, StreamStats, add};
+use super::status::{Replay, Started, StreamName, StreamStats, add};
 use super::stream::{Action, Stream};
 use super::{Mode, RankSource};
+use take_up::Asleep;
+pub(crate) use take_up::Mark;
 
 /// Messages taken from one source before the others have their turn.
 const MESSAGES_PER_VISIT: usize = 64;
@@ -64,6 +68,14 @@ pub(crate) struct Source {
     finding: Finding,
     /// Block size the log has complained of.
     complained_of: u32,
+    /// Its state file comes first.
+    asleep: Option<Asleep>,
+    /// What the inventory began with; none until the connection shows it.
+    started: Option<Started>,
+    /// Replays before the inventory began.
+    replays_before: u64,
+    /// What it was like when it was written last.
+    written: Mark,
 }
 
 /// The host's memory, and what lies behind it.
@@ -106,6 +118,7 @@ struct Applier<'a> {
     /// What comes is no replay.
     live: bool,
     stats: &'a StreamStats,
+    started: &'a mut Option<Started>,
     request: Request,
 }
 
@@ -129,10 +142,13 @@ impl Applier<'_> {
             }
             Action::Clear => {
                 self.copies.verify_again(self.place);
+                *self.started = None;
                 self.change(|copies, place, stats, op| copies.clear(place, stats, &mut |each| op(each)));
             }
             Action::Replay(from) => self.request = Some(Some(from)),
             Action::StopReplay => self.request = Some(None),
+            Action::Proven => self.copies.prove(self.place),
+            Action::Doubt => self.copies.doubt(self.place),
         }
     }
 
@@ -205,38 +221,7 @@ fn retire(holder: Option<HolderIndex>, wide: &mut Wide, writer: &mut Writer) {
 }
 
 impl Source {
-    /// Opens the source; where the address is refused it stays closed, and the log says why.
-    pub(crate) fn open(
-        name: StreamName,
-        from: RankSource,
-        place: usize,
-        token: u64,
-        by_use: &Arc<UseStats>,
-        writer: &mut Writer,
-        io: &mut Io<'_>,
-    ) -> Self {
-        let (address, bind) = match &from.mode {
-            Mode::Connect(address) => (address, false),
-            Mode::Bind(address) => (address, true),
-        };
-        let socket = io.contexts.subscriber(address, bind).and_then(|socket| {
-            watch(io.poller, &socket, token)?;
-            Ok(socket)
-        });
-        let socket = match socket {
-            Ok(socket) => Some(socket),
-            Err(error) => {
-                tracing::error!(
-                    endpoint = name.label, rank = name.rank.0, address, %error,
-                    "the address of the engine's KV events cannot be used; correct it: until then no prompt is routed there by its cache"
-                );
-                None
-            }
-        };
-        Source { socket, ..Self::new(name, from, place, token, by_use, writer) }
-    }
-
-    /// A source without a socket, which is told by others what happens.
+    /// A source without sockets.
     pub(crate) fn new(
         name: StreamName,
         from: RankSource,
@@ -260,10 +245,36 @@ impl Source {
             eligible: false,
             finding: Finding::default(),
             complained_of: 0,
+            asleep: None,
+            started: None,
+            replays_before: 0,
+            written: Mark::default(),
             stats: Arc::new(StreamStats { by_use: Arc::clone(by_use), ..StreamStats::default() }),
             name,
             from,
         }
+    }
+
+    /// Opens its socket; where the address is refused it stays closed, and the log says why.
+    fn open_socket(&mut self, io: &mut Io<'_>) {
+        let (address, bind) = match &self.from.mode {
+            Mode::Connect(address) => (address, false),
+            Mode::Bind(address) => (address, true),
+        };
+        let socket = io.contexts.subscriber(address, bind).and_then(|socket| {
+            watch(io.poller, &socket, self.token)?;
+            Ok(socket)
+        });
+        self.socket = match socket {
+            Ok(socket) => Some(socket),
+            Err(error) => {
+                tracing::error!(
+                    endpoint = self.name.label, rank = self.name.rank.0, address, %error,
+                    "the address of the engine's KV events cannot be used; correct it: until then no prompt is routed there by its cache"
+                );
+                None
+            }
+        };
     }
 
     /// Closes the sockets and gives the holder back.
@@ -361,7 +372,7 @@ impl Source {
 
     /// False where the address was refused.
     pub(crate) fn is_open(&self) -> bool {
-        self.socket.is_some()
+        self.socket.is_some() || self.is_asleep()
     }
 
     /// Whether its blocks are what its engine holds.
@@ -389,13 +400,13 @@ impl Source {
         }
     }
 
-    /// Runs one step of the stream and carries out what it asks for, but for the replay request it returns.
-    fn step(
+    /// Does something to the rank's copies and, with them, to its holder.
+    fn with_applier<T>(
         &mut self,
         copies: &mut Copies,
         writer: &mut Writer,
-        step: impl FnOnce(&mut Stream, &mut dyn FnMut(Action<'_>)),
-    ) -> Request {
+        act: impl FnOnce(&mut Stream, &mut Applier<'_>) -> T,
+    ) -> T {
         let mut applier = Applier {
             copies,
             place: self.place,
@@ -408,10 +419,30 @@ impl Source {
             eligible: self.eligible,
             live: self.replay.is_none(),
             stats: &self.stats,
+            started: &mut self.started,
             request: None,
         };
-        step(&mut self.stream, &mut |action| applier.act(action));
-        let request = applier.request;
+        act(&mut self.stream, &mut applier)
+    }
+
+    /// Runs one step of the stream and carries out what it asks for, but for the replay request it returns.
+    fn step(
+        &mut self,
+        copies: &mut Copies,
+        writer: &mut Writer,
+        step: impl FnOnce(&mut Stream, &mut dyn FnMut(Action<'_>)),
+    ) -> Request {
+        let had_begun = self.started.is_some();
+        let request = self.with_applier(copies, writer, |stream, applier| {
+            step(stream, &mut |action| applier.act(action));
+            if !applier.copies.is_unproven(applier.place) {
+                stream.settle();
+            }
+            applier.request
+        });
+        if had_begun && self.started.is_none() {
+            self.replays_before = self.stream.tally().replays;
+        }
         if self.stream.is_eligible() != self.eligible {
             self.eligible = !self.eligible;
             let holders = self.wide.iter().chain([&self.holder]).flatten();
@@ -513,7 +544,7 @@ impl Source {
                 rank = self.name.rank.0,
                 address = self.from.replay,
                 from = self.replay.as_ref().map(|request| request.from),
-                "no replay endpoint: cold start; what the engine announced before is not known"
+                "no replay endpoint: what the engine announced before cannot be asked for"
             );
         }
         self.stats.set_replay(Replay::Missing);
@@ -526,7 +557,11 @@ impl Source {
             Some(finding) => self.note_finding(finding),
             None => self.note_block_size(),
         }
+        self.note_start();
         let stats = &*self.stats;
+        stats.set_started(self.started);
+        stats.whole.store(self.stream.is_whole(), Ordering::Relaxed);
+        stats.degraded.store(copies.is_unproven(self.place), Ordering::Relaxed);
         let tally = self.stream.tally();
         stats.connected.store(self.stream.is_connected(), Ordering::Relaxed);
         let routable = self.holder.is_none_or(|held| held.routable);

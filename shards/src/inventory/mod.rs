@@ -61,7 +61,7 @@ impl SpaceIndex {
 /// Media that an engine keeps blocks in are kept apart by holders of their own: beside the holder of what lies in device
 /// memory stands one of what lies there *or* in the host's memory, and one of what lies anywhere. So a run goes on
 /// from medium to medium, and a walk need not know of them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Medium {
     /// Device memory.
     #[default]

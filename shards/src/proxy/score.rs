@@ -13,6 +13,7 @@ use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{Api, BodyView, Job, Keying, ModelTable, PrefixCache, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason, Service};
+use crate::usage::{Statement, Usage};
 
 use super::routes::{LocalService, RequestView};
 
@@ -46,6 +47,15 @@ impl Score {
     }
 }
 
+/// A prompt in the keys of one endpoint.
+struct AtEndpoint<'a> {
+    keys: &'a [BlockKey],
+    /// Its blocks that the endpoint has, as far as is known.
+    held: u32,
+    /// Tokens per block; none = the rule's.
+    block_tokens: Option<NonZeroU32>,
+}
+
 /// Keys of a prompt's first blocks, by key space: at least as many as the longest run.
 #[derive(Debug)]
 pub struct PromptKeys {
@@ -65,6 +75,22 @@ impl Score {
     /// What the endpoint's engine will hold once it has answered, beyond what it holds now.
     #[must_use]
     pub fn predict(&self, reader: &Reader, endpoint: EndpointIndex, kind: PromptKind) -> Option<Prediction> {
+        let at = self.at(reader, endpoint)?;
+        Prediction::new(at.keys, at.held, kind)
+    }
+
+    /// What follows from what the endpoint's engine said of its cache in its answer.
+    #[must_use]
+    pub fn compare(&self, local: &LocalService, endpoint: EndpointIndex, usage: Usage) -> Option<Statement> {
+        let (kv, reader) = (local.service.kv.as_ref()?, local.reader.as_ref()?);
+        let at = self.at(reader, endpoint)?;
+        let block_tokens = at.block_tokens.map_or(kv.block_tokens, NonZeroU32::get);
+        let tells = local.service.endpoints[endpoint.index()].shared.usage.tells();
+        Statement::new(at.keys, at.held, block_tokens, usage, tells)
+    }
+
+    /// The prompt in the keys of an endpoint.
+    fn at(&self, reader: &Reader, endpoint: EndpointIndex) -> Option<AtEndpoint<'_>> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         let held = |runs: &[Run]| {
             // What comes from slower media is announced in device memory then.
@@ -72,20 +98,24 @@ impl Score {
             let of_endpoint = runs.iter().filter(in_device);
             of_endpoint.map(|run| run.blocks).max().unwrap_or(0)
         };
+        let own = AtEndpoint { keys: &keys.own, held: held(runs), block_tokens: None };
         if keys.others.is_empty() {
-            return Prediction::new(&keys.own, held(runs), kind);
+            return Some(own);
         }
         let space = reader.enter()?.space_of(endpoint)?;
-        let others = keys.others.iter().filter(|other| other.space == space);
-        let own = (space == SpaceIndex::OWN).then_some((&keys.own, runs));
-        let mut streams = own.into_iter().chain(others.map(|other| (&other.keys, &other.runs)));
+        let others = keys.others.iter().filter(|other| other.space == space).map(|other| AtEndpoint {
+            keys: &other.keys,
+            held: held(&other.runs),
+            block_tokens: other.block_tokens,
+        });
+        let own = (space == SpaceIndex::OWN).then_some(own);
+        let mut streams = own.into_iter().chain(others);
         let first = streams.next()?;
         // Of several forms of extra keys the endpoint's is the one that it holds something of.
-        let stream = match streams.next() {
-            None => first,
-            Some(second) => [first, second].into_iter().chain(streams).find(|(_, runs)| held(runs) > 0)?,
-        };
-        Prediction::new(stream.0, held(stream.1), kind)
+        match streams.next() {
+            None => Some(first),
+            Some(second) => [first, second].into_iter().chain(streams).find(|at| at.held > 0),
+        }
     }
 }
 

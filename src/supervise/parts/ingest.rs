@@ -18,7 +18,7 @@ use crate::cores::Plan;
 use crate::discovery::ServiceFacts;
 use crate::ingest::{
     Believed, DrainFrom, DrainStatus, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources,
-    StreamStatus,
+    StateOptions, StreamName, StreamStatus,
 };
 use crate::rules::{EventPlace, EventSource, contract};
 use crate::supervise::Entry;
@@ -34,9 +34,21 @@ impl IngestPart {
         let options = IngestOptions {
             cores: plan.ingest.clone(),
             max_blocks_per_endpoint: config.kv_defaults.max_blocks as usize,
+            state: config
+                .state_directory
+                .clone()
+                .map(|directory| StateOptions { directory, period: config.state_period }),
             ..IngestOptions::new(Arc::clone(loads))
         };
         Ok(IngestPart(Arc::new(Ingest::start(options).map_err(PartError::IngestStart)?)))
+    }
+
+    /// Stops ingest, and waits until what engines hold is written.
+    pub(super) async fn stop(self) {
+        // It joins threads; a second signal is to be heard meanwhile.
+        if let Err(error) = tokio::task::spawn_blocking(move || self.0.stop()).await {
+            error!(%error, "ingest did not stop");
+        }
     }
 
     pub(crate) fn add(&self, entry: &Entry, writer: Writer) {
@@ -78,6 +90,11 @@ impl IngestPart {
         let gauges: [(&str, &str, Read); 4] = [
             ("loxilb_kv_subscriber_connected", "Whether a publisher is connected", |s| u64::from(s.connected)),
             ("loxilb_kv_inventory_fresh", "Whether the rank's blocks count for routing", |s| u64::from(s.eligible)),
+            (
+                "kvlane_kv_degraded",
+                "Whether some of the rank's blocks are unproven after a restart of the gateway",
+                |s| u64::from(s.degraded),
+            ),
             ("loxilb_kv_last_event_timestamp_seconds", "When the last batch was applied", |s| {
                 s.last_event_ms.unwrap_or(0) / 1000
             }),
@@ -105,7 +122,9 @@ impl IngestPart {
         for (name, help, read) in counters {
             families.counter(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
         }
+        encode_state(families, &streams)?;
         encode_parity(families, &streams)?;
+        encode_use(families, &streams, &self.0.drains())?;
         encode_drains(families, &self.0.drains())?;
         let rejects = streams.iter().flat_map(|stream| {
             stream.rejects.iter().map(move |(why, count)| {
@@ -116,6 +135,46 @@ impl IngestPart {
         });
         families.counter("loxilb_kv_wire_reject", "What of the engine's messages was not taken", rejects)
     }
+}
+
+/// What was remembered over a restart, and what engines' `usage` said of it.
+fn encode_state(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::fmt::Result {
+    type Read = fn(&StreamStatus) -> u64;
+    let started = streams.iter().filter_map(|stream| {
+        let mut labels = labels(stream);
+        labels.push(("with", stream.started?.name().to_owned()));
+        Some((labels, 1))
+    });
+    families.gauge("kvlane_kv_started", "What the rank's inventory began with", started)?;
+    let counters: [(&str, &str, Read); 5] = [
+        ("kvlane_kv_restored_blocks", "Blocks taken up from state files", |s| s.restored),
+        ("kvlane_kv_withdrawn_blocks", "Unproven blocks that the engine's usage denied", |s| s.withdrawn),
+        ("kvlane_kv_adopted_blocks", "Blocks taken in because the engine's usage reported them cached", |s| s.adopted),
+        ("kvlane_kv_state_writes", "State files written", |s| s.state_writes),
+        ("kvlane_kv_state_failures", "State files not written, or not taken up", |s| s.state_failures),
+    ];
+    for (name, help, read) in counters {
+        families.counter(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
+    }
+    Ok(())
+}
+
+/// Parity by use of every endpoint, by whichever way its events come.
+fn encode_use(families: &mut Families<'_>, streams: &[StreamStatus], drains: &[DrainStatus]) -> std::fmt::Result {
+    // The counts are the endpoint's: its first rank tells them.
+    let first = streams.iter().filter(|stream| stream.name.rank == Rank(0));
+    let endpoints = first.map(|stream| (&stream.name, stream.by_use));
+    let endpoints: Vec<_> = endpoints.chain(drains.iter().map(|drain| (&drain.name, drain.by_use))).collect();
+    let fulfilled = endpoints.iter().map(|(name, by_use)| (labels_of(name), by_use.fulfilled));
+    families.counter("kvlane_parity_predictions_fulfilled", "Prompts whose blocks the engine held", fulfilled)?;
+    let missed = endpoints.iter().map(|(name, by_use)| (labels_of(name), by_use.missed));
+    families.counter("kvlane_parity_predictions_missed", "Prompts whose blocks the engine did not hold", missed)?;
+    let alarms = endpoints.iter().filter_map(|(name, by_use)| {
+        let mut labels = labels_of(name);
+        labels.push(("leg", by_use.alarm?.name().to_owned()));
+        Some((labels, 1))
+    });
+    families.gauge("kvlane_parity_alarm", "What a run of missed predictions points to", alarms)
 }
 
 /// The verdicts on the engines' keys: one series per rank for its verdict, and one per leg at fault.
@@ -131,14 +190,6 @@ fn encode_parity(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::
     let faults = judged().flat_map(|(stream, finding)| finding.faults.iter().map(move |leg| (stream, leg)));
     let faults = faults.map(|(stream, leg)| with(stream, "leg", leg.name()));
     families.gauge("kvlane_parity_fault", "What differs between the rule and the engine", faults)?;
-    // The counts are the endpoint's: its first rank tells them.
-    let endpoints = || streams.iter().filter(|stream| stream.name.rank == Rank(0));
-    let fulfilled = endpoints().map(|stream| (labels(stream), stream.by_use.fulfilled));
-    families.counter("kvlane_parity_predictions_fulfilled", "Prompts whose blocks the engine held", fulfilled)?;
-    let missed = endpoints().map(|stream| (labels(stream), stream.by_use.missed));
-    families.counter("kvlane_parity_predictions_missed", "Prompts whose blocks the engine did not hold", missed)?;
-    let alarms = endpoints().filter_map(|stream| Some(with(stream, "leg", stream.by_use.alarm?.name())));
-    families.gauge("kvlane_parity_alarm", "What a run of missed predictions points to", alarms)?;
     let orphans = streams.iter().map(|stream| (labels(stream), stream.orphans));
     families.counter("kvlane_parity_orphans", "Blocks whose beginning was never announced to us", orphans)
 }
@@ -259,11 +310,15 @@ fn rank_source(events: &EventSource, address: SocketAddr, rank: u8) -> RankSourc
 }
 
 fn labels(stream: &StreamStatus) -> Labels {
+    labels_of(&stream.name)
+}
+
+fn labels_of(name: &StreamName) -> Labels {
     vec![
-        ("service", stream.name.service.0.to_string()),
-        ("ep_idx", stream.name.endpoint.0.to_string()),
-        ("ep", stream.name.label.clone()),
-        ("rank", stream.name.rank.0.to_string()),
+        ("service", name.service.0.to_string()),
+        ("ep_idx", name.endpoint.0.to_string()),
+        ("ep", name.label.clone()),
+        ("rank", name.rank.0.to_string()),
     ]
 }
 
@@ -291,6 +346,13 @@ fn show(stream: &StreamStatus) -> Value {
         "rejects": rejects,
         "engine_block_tokens": stream.engine_block_tokens,
         "last_event_ms": stream.last_event_ms,
+        "started": stream.started.map(|started| started.name()),
+        "degraded": stream.degraded,
+        "restored": stream.restored,
+        "withdrawn_by_usage": stream.withdrawn,
+        "adopted_by_usage": stream.adopted,
+        "state_writes": stream.state_writes,
+        "state_failures": stream.state_failures,
         "lag_us": stream.lag_us,
         "replay": match stream.replay {
             Replay::Untried => "untried",
