@@ -59,6 +59,7 @@ pub(crate) fn digest(believed: Option<&Believed>) -> u64 {
             format!("vllm {} {tagging:?} {seed}", algorithm.name())
         }
         Some(Believed::Sglang(contract)) => format!("sglang {contract:?}"),
+        Some(Believed::Tokens) => "tokens".to_owned(),
     };
     xxh3_64(text.as_bytes())
 }

@@ -87,7 +87,7 @@ impl IngestPart {
     pub(crate) fn encode(&self, families: &mut Families<'_>) -> std::fmt::Result {
         type Read = fn(&StreamStatus) -> u64;
         let streams = self.0.status();
-        let gauges: [(&str, &str, Read); 4] = [
+        let gauges: [(&str, &str, Read); 5] = [
             ("loxilb_kv_subscriber_connected", "Whether a publisher is connected", |s| u64::from(s.connected)),
             ("loxilb_kv_inventory_fresh", "Whether the rank's blocks count for routing", |s| u64::from(s.eligible)),
             (
