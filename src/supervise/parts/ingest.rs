@@ -18,7 +18,7 @@ use crate::cores::Plan;
 use crate::discovery::ServiceFacts;
 use crate::ingest::{
     Believed, DrainFrom, DrainStatus, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources,
-    StateOptions, StreamStatus,
+    StateOptions, StreamName, StreamStatus,
 };
 use crate::rules::{EventPlace, EventSource, contract};
 use crate::supervise::Entry;
@@ -124,6 +124,7 @@ impl IngestPart {
         }
         encode_state(families, &streams)?;
         encode_parity(families, &streams)?;
+        encode_use(families, &streams, &self.0.drains())?;
         encode_drains(families, &self.0.drains())?;
         let rejects = streams.iter().flat_map(|stream| {
             stream.rejects.iter().map(move |(why, count)| {
@@ -158,6 +159,24 @@ fn encode_state(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::f
     Ok(())
 }
 
+/// Parity by use of every endpoint, by whichever way its events come.
+fn encode_use(families: &mut Families<'_>, streams: &[StreamStatus], drains: &[DrainStatus]) -> std::fmt::Result {
+    // The counts are the endpoint's: its first rank tells them.
+    let first = streams.iter().filter(|stream| stream.name.rank == Rank(0));
+    let endpoints = first.map(|stream| (&stream.name, stream.by_use));
+    let endpoints: Vec<_> = endpoints.chain(drains.iter().map(|drain| (&drain.name, drain.by_use))).collect();
+    let fulfilled = endpoints.iter().map(|(name, by_use)| (labels_of(name), by_use.fulfilled));
+    families.counter("kvlane_parity_predictions_fulfilled", "Prompts whose blocks the engine held", fulfilled)?;
+    let missed = endpoints.iter().map(|(name, by_use)| (labels_of(name), by_use.missed));
+    families.counter("kvlane_parity_predictions_missed", "Prompts whose blocks the engine did not hold", missed)?;
+    let alarms = endpoints.iter().filter_map(|(name, by_use)| {
+        let mut labels = labels_of(name);
+        labels.push(("leg", by_use.alarm?.name().to_owned()));
+        Some((labels, 1))
+    });
+    families.gauge("kvlane_parity_alarm", "What a run of missed predictions points to", alarms)
+}
+
 /// The verdicts on the engines' keys: one series per rank for its verdict, and one per leg at fault.
 fn encode_parity(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::fmt::Result {
     let judged = || streams.iter().filter_map(|stream| Some((stream, stream.finding.as_ref()?)));
@@ -171,14 +190,6 @@ fn encode_parity(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::
     let faults = judged().flat_map(|(stream, finding)| finding.faults.iter().map(move |leg| (stream, leg)));
     let faults = faults.map(|(stream, leg)| with(stream, "leg", leg.name()));
     families.gauge("kvlane_parity_fault", "What differs between the rule and the engine", faults)?;
-    // The counts are the endpoint's: its first rank tells them.
-    let endpoints = || streams.iter().filter(|stream| stream.name.rank == Rank(0));
-    let fulfilled = endpoints().map(|stream| (labels(stream), stream.by_use.fulfilled));
-    families.counter("kvlane_parity_predictions_fulfilled", "Prompts whose blocks the engine held", fulfilled)?;
-    let missed = endpoints().map(|stream| (labels(stream), stream.by_use.missed));
-    families.counter("kvlane_parity_predictions_missed", "Prompts whose blocks the engine did not hold", missed)?;
-    let alarms = endpoints().filter_map(|stream| Some(with(stream, "leg", stream.by_use.alarm?.name())));
-    families.gauge("kvlane_parity_alarm", "What a run of missed predictions points to", alarms)?;
     let orphans = streams.iter().map(|stream| (labels(stream), stream.orphans));
     families.counter("kvlane_parity_orphans", "Blocks whose beginning was never announced to us", orphans)
 }
@@ -299,11 +310,15 @@ fn rank_source(events: &EventSource, address: SocketAddr, rank: u8) -> RankSourc
 }
 
 fn labels(stream: &StreamStatus) -> Labels {
+    labels_of(&stream.name)
+}
+
+fn labels_of(name: &StreamName) -> Labels {
     vec![
-        ("service", stream.name.service.0.to_string()),
-        ("ep_idx", stream.name.endpoint.0.to_string()),
-        ("ep", stream.name.label.clone()),
-        ("rank", stream.name.rank.0.to_string()),
+        ("service", name.service.0.to_string()),
+        ("ep_idx", name.endpoint.0.to_string()),
+        ("ep", name.label.clone()),
+        ("rank", name.rank.0.to_string()),
     ]
 }
 
