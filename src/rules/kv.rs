@@ -25,7 +25,7 @@ const BLOCK_TOKENS_MAX: i64 = 65_536;
 const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
 
 /// Options that say something only where cache events are followed.
-pub(super) const KV_OPTIONS: [&str; 12] = [
+pub(super) const KV_OPTIONS: [&str; 14] = [
     "kvBlockSize",
     "kvHashAlgo",
     "kvZmqPort",
@@ -33,6 +33,8 @@ pub(super) const KV_OPTIONS: [&str; 12] = [
     "kvDpRankCount",
     "kvNoneHashSeed",
     "kvChatTemplate",
+    "kvChatTemplateKwargs",
+    "kvAddBos",
     "kvMinMatchTokens",
     "kvSpillRelief",
     "kvColdstartSeedN",
