@@ -106,6 +106,9 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     if let Some(add) = kv.prompts.add_bos {
         put("kvAddBos", json!(add));
     }
+    if let Some(way) = kv.prompts.engine_render {
+        put("kvEngineRender", json!(way.name()));
+    }
     put("kvMinMatchTokens", json!(kv.min_match_tokens));
     put("kvSpillRelief", json!(kv.spill_relief));
     put("kvColdstartSeedN", json!(kv.seed_every));
