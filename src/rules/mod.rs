@@ -5,13 +5,13 @@
 //! follows sees no raw input: [`readback`] shows a rule, [`compile`] makes the [`shards::service::Service`].
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
-//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`, `kvMinMatchTokens`,
-//! `kvSpillRelief`, `kvColdstartSeedN`,
-//! `kvColdstartMinBlocks` and `kvMeanLoadFactor`, and an endpoint `kvZmqPort`, `kvReplayPort` and
+//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
+//! `kvAdapters`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`, `kvColdstartMinBlocks` and `kvMeanLoadFactor`, and an endpoint `kvZmqPort`, `kvReplayPort` and
 //! `kvZmqBind`.
 
 #![forbid(unsafe_code)]
 
+mod adapters;
 mod algo;
 mod check;
 pub mod compile;
@@ -31,7 +31,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use shards::prompt::Rendering;
-use shards::service::{Engine, PathMatch, Select};
+use shards::service::{Adapter, Engine, PathMatch, Select};
 
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
@@ -171,6 +171,8 @@ pub struct KvRule {
     pub chat_template: Option<ChatTemplate>,
     /// `kvChatTemplateKwargs`, `kvAddBos` and `kvEngineRender`.
     pub prompts: PromptOptions,
+    /// `kvAdapters`: adapters by the name that requests ask for; they win over what engines list.
+    pub adapters: BTreeMap<String, Adapter>,
     /// `kvMinMatchTokens`: shorter prompts are not scored; 0 = all are.
     pub min_match_tokens: u32,
     /// `kvSpillRelief`.
