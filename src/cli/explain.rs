@@ -194,7 +194,7 @@ fn prompt_of(
     let Some(api) = Api::of("POST", &args.path) else { return Ok((Err(MissReason::ModeOff), Vec::new())) };
     let adapter = kv.adapters.get(name);
     let base = adapter.map_or(name, |adapter| &adapter.base);
-    let model = models::read_now(&config.tokenizers_dir, name).map_err(|error| {
+    let model = models::read_now(&config.tokenizers_dir, base).map_err(|error| {
         eprintln!("kvlane explain: {error}");
         MissReason::Tokenizer
     });
