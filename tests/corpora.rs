@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use kvlane::ingest::{check_any_event_bytes, check_any_framing, check_any_trtllm_json};
+use kvlane::ingest::{check_any_event_bytes, check_any_framing, check_any_state_file, check_any_trtllm_json};
 
 /// Every target with the fewest files its corpus may have, and the property that it checks.
 type Target = (&'static str, usize, fn(&[u8]));
-const TARGETS: [Target; 3] = [
+const TARGETS: [Target; 4] = [
     ("event_batch", 40, check_any_event_bytes),
+    ("state_file", 15, check_any_state_file),
     ("trtllm_json", 26, check_any_trtllm_json),
     ("zmq_framing", 9, check_any_framing),
 ];

@@ -198,6 +198,101 @@ fn another_block_size_is_named_with_both_numbers_and_prompts_hit_all_the_same() 
 }
 
 #[test]
+fn hybrid_models_host_tiers_and_lookahead_change_nothing_about_what_is_held() {
+    for more in ["--window 128", "--wire 0.23.0 --window 128 --cpu-blocks 4096 --bytes-hashes", "--lookahead 1"] {
+        let fleet = Fleet::start(&format!("--seed 0 {more}"), |rule| rule);
+        fleet.prompts_hit_when_they_come_again(0..PROMPTS);
+        fleet.verdict_is("exact", &[], &[], &["sha256_cbor"]);
+        for (index, engine) in fleet.engines.iter().enumerate() {
+            assert_eq!(fleet.gateway.inventory(0, index as u32), engine.keys(), "{more}");
+        }
+    }
+}
+
+#[test]
+fn what_lies_in_the_hosts_memory_is_gone_to_where_the_rule_gives_it_weight() {
+    let predicted = |weights: &str| {
+        let line = format!("kvBlockSize = 16\n{weights}");
+        let fleet =
+            Fleet::start("--seed 0 --blocks 64 --cpu-blocks 4096", |rule| rule.replace("kvBlockSize = 16", &line));
+        let tokens: u64 =
+            (0..PROMPTS).map(|n| fleet.ask(&prompt(n))["usage"]["prompt_tokens"].as_u64().unwrap_or(0)).sum();
+        fleet.settle();
+        let before = fleet.both("kvlane_endpoint_hit_tokens_total");
+        for number in 0..PROMPTS {
+            fleet.ask(&prompt(number));
+        }
+        let predicted = fleet.both("kvlane_endpoint_hit_tokens_total") - before;
+        predicted / tokens as f64
+    };
+    // The devices hold about half of the prompts; all of them were copied to the host.
+    let (weighed, device) = (predicted("kvMediumWeights = { cpu = 50 }"), predicted(""));
+    assert!(weighed > 0.9 && device < 0.9, "{weighed}, and on the devices alone {device}");
+}
+
+/// The harness's rule for another kind of engine, whose own algorithm holds.
+fn of_kind(rule: &str, kind: &str) -> String {
+    let rule = rule.replace("kvEngineType = \"vllm\"", &format!("kvEngineType = \"{kind}\""));
+    rule.replace("kvHashAlgo = \"sha256_cbor\"\n", "").replace("kvNoneHashSeed = \"0\"\n", "")
+}
+
+#[test]
+fn sglangs_pages_are_exact_over_tokens_and_over_pairs_of_them() {
+    for more in ["", " --lookahead 1", " --sglang-release 0.5.12"] {
+        let fleet = Fleet::start(&format!("--kind sglang{more}"), |rule| of_kind(&rule, "sglang"));
+        fleet.prompts_hit_when_they_come_again(0..PROMPTS);
+        let judged: Vec<_> = fleet.parity().into_iter().filter(|rank| rank["verdict"] != "believed").collect();
+        assert!(!judged.is_empty());
+        for rank in judged {
+            assert_eq!((&rank["verdict"], &rank["faults"]), (&json!("exact"), &json!([])), "{more}: {rank}");
+        }
+    }
+}
+
+#[test]
+fn a_tensorrt_llm_that_pushes_its_events_is_followed_and_not_drained() {
+    let fleet = Fleet::start("--kind trtllm --push", |rule| of_kind(&rule, "trtllm"));
+    for number in 0..PROMPTS {
+        fleet.ask(&prompt(number));
+    }
+    for number in 0..PROMPTS {
+        wait_for(&format!("prompt {number} goes where its blocks are"), || {
+            let hits = fleet.both("loxilb_pd_kv_tier15_hits_total");
+            let usage = fleet.ask(&prompt(number))["usage"].clone();
+            let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0);
+            let predicted = fleet.both("loxilb_pd_kv_tier15_hits_total") > hits;
+            (predicted && cached + 64 > usage["prompt_tokens"].as_u64().expect("a usage")).then_some(())
+        });
+    }
+    fleet.verdict_is("derived", &[], &[], &["tokens", "blockhash_trtllm"]);
+    for engine in &fleet.engines {
+        assert_eq!(engine.stat("drains"), 0, "nobody asked for the drain");
+    }
+}
+
+#[test]
+fn parity_by_use_counts_for_a_drained_engine_too() {
+    let template = Scratch::new("drained-template");
+    let file = template.path().join("other.jinja");
+    std::fs::write(&file, "{% for m in messages %}<other>{{ m.role }}: {{ m.content }}{% endfor %}").expect("writable");
+    let line = format!("kvBlockSize = 16\nkvChatTemplate = \"{}\"", file.display());
+    let engines: Vec<_> = (0..2).map(|_| EngineProcess::start("--time-scale 0 --kind trtllm")).collect();
+    let tokenizers = fleet::tokenizers();
+    let port = free_port();
+    let rule = of_kind(&fleet::rule(port, &tokenizers, &engines), "trtllm").replace("kvBlockSize = 16", &line);
+    let drained = |line: &&str| !line.starts_with("kvZmqPort") && !line.starts_with("kvReplayPort");
+    let config: String = rule.lines().filter(drained).map(|line| format!("{line}\n")).collect();
+    let gateway = Gateway::start(Options { config, ..Options::default() });
+    let mut number = 0;
+    wait_for("a run of misses is named in the log", || {
+        number += 1;
+        let answer = client::post(([127, 0, 0, 1], port).into(), "/v1/chat/completions", &chat(number));
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        gateway.log().lines().any(|line| line.contains("parity by use") && line.contains("template")).then_some(())
+    });
+}
+
+#[test]
 fn an_engine_that_comes_back_with_another_seed_is_judged_anew() {
     let mut fleet = Fleet::start("--seed 0", |rule| rule);
     fleet.prompts_hit_when_they_come_again(0..PROMPTS);

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use clap::Args;
 use serde_json::{Value, json};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ServiceId, ShardId};
-use shards::inventory::{self, Run};
+use shards::inventory::{self, Medium, Run};
 use shards::load::{LoadSlot, LoadTable};
 use shards::prompt::{Api, BodyView, Keying, Preview, preview};
 use shards::route::{Chooser, Decision, Evidence, Turn, decide};
@@ -237,6 +237,7 @@ fn decision(service: &Service, prompt: &Result<Preview, MissReason>, held: Optio
     let run = |(index, overlap): (usize, &Overlap)| Run {
         endpoint: EndpointIndex(index as u16),
         rank: Rank(0),
+        medium: Medium::Device,
         blocks: overlap.blocks,
         block_tokens: None,
     };

@@ -106,6 +106,16 @@ impl OwnKeys {
         self.own.remove(&engine.0);
     }
 
+    /// Every engine key with its own key.
+    pub(crate) fn pairs(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.own.iter().map(|(engine, own)| (*engine, *own))
+    }
+
+    /// Remembers an own key.
+    pub(crate) fn insert(&mut self, engine: u64, own: u64) {
+        self.own.insert(engine, own);
+    }
+
     /// The engine keys of own keys, for a rank that turned out to be exact.
     pub(crate) fn inverted(&self) -> Keys {
         self.own.iter().map(|(engine, own)| (*own, *engine)).collect()

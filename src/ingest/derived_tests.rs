@@ -232,6 +232,7 @@ impl Run {
             Op::Store(key) => assert!(holder.insert(key.0), "a store is told once"),
             Op::Remove(key) => assert!(holder.remove(&key.0), "a removal is told once"),
             Op::Clear => holder.clear(),
+            Op::Wide { .. } => panic!("slower media have no weight here"),
             Op::Rekey(new) => {
                 holder.clear();
                 *keying = new;

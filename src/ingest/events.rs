@@ -196,6 +196,12 @@ impl<'a> Marks<'a> {
         })
     }
 
+    /// The salt, where nothing but it sets the blocks apart from plain ones.
+    pub(crate) fn salt_alone(&self) -> Option<&'a str> {
+        let other = self.lora_id.is_some() || self.mm_keys.is_some() || self.lora_name().is_some();
+        self.cache_salt().filter(|_| !other)
+    }
+
     /// What all the blocks have in common, as bytes; all empty for plain blocks.
     pub(crate) fn adapter(&self) -> [&'a [u8]; 4] {
         [self.lora_id, self.lora_name, self.cache_salt, self.mm_keys].map(Option::unwrap_or_default)
@@ -204,10 +210,11 @@ impl<'a> Marks<'a> {
     /// The adapter's name and the salt that all the blocks have in common; none where they have more in common than
     /// these. The adapter's id, where its name stands beside it, says nothing more.
     pub(crate) fn names(&self) -> Option<(Option<&'a str>, Option<&'a str>)> {
-        let adapter = self.lora_name();
-        let is_named = adapter.is_some() || (self.lora_id.is_none() && self.lora_name.is_none());
-        let is_salted = self.cache_salt.is_none() || text(self.cache_salt).is_some();
-        (is_named && is_salted && self.mm_keys.is_none()).then(|| (adapter, text(self.cache_salt)))
+        // SGLang 0.5.18 and 0.5.19 tell a salt in the place of the adapter's name.
+        let (adapter, salt) = (self.lora_name(), self.cache_salt());
+        let is_named = adapter.is_some() || (self.lora_id.is_none() && (self.lora_name.is_none() || salt.is_some()));
+        let is_salted = self.cache_salt.is_none() || salt.is_some();
+        (is_named && is_salted && self.mm_keys.is_none()).then_some((adapter, salt))
     }
 
     /// All of them by the engine's names, as msgpack; none where it says nil or nothing.
@@ -456,6 +463,17 @@ impl<'a> Batch<'a> {
             (0, 1.., Head::Uint(rank)) => Some(rank),
             _ => None,
         }
+    }
+}
+
+/// The engine's clock when it made the batch, Unix seconds; none where the payload does not begin like one.
+pub(crate) fn clock(payload: &[u8]) -> Option<f64> {
+    let mut reader = Reader::new(payload);
+    reader.array().ok()?;
+    match reader.head().ok()? {
+        Head::Float(seconds) => Some(seconds),
+        Head::Uint(seconds) => Some(seconds as f64),
+        _ => None,
     }
 }
 

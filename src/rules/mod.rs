@@ -6,8 +6,9 @@
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
-//! `kvAdapters`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`, `kvColdstartMinBlocks` and `kvMeanLoadFactor`, and an endpoint `kvZmqPort`, `kvReplayPort` and
-//! `kvZmqBind`.
+//! `kvAdapters`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`,
+//! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`,
+//! `kvReplayPort` and `kvZmqBind`.
 
 #![forbid(unsafe_code)]
 
@@ -31,11 +32,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use shards::prompt::Rendering;
-use shards::service::{Adapter, Engine, PathMatch, Select};
+use shards::service::{Adapter, Engine, MediumWeights, PathMatch, Select};
 
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
-pub use defaults::KvDefaults;
+pub use defaults::{DrainPoll, KvDefaults};
 pub use prompts::PromptOptions;
 pub use readback::{contract_of, readback};
 pub use seal::Nonce;
@@ -185,6 +186,13 @@ pub struct KvRule {
     pub mean_load_factor: u32,
     /// `LOXILB_KV_ZERO_HIT_N`.
     pub zero_hit_every: u32,
+    /// `kvReplayPortOffset`: where endpoints that name no replay port have theirs, counted from the event port; 0 = they
+    /// have none.
+    pub replay_port_offset: u16,
+    /// `kvTrtllmPollMinMs` and `kvTrtllmPollMaxMs`.
+    pub drain_poll: DrainPoll,
+    /// `kvMediumWeights`: what a block in another medium than device memory is worth.
+    pub weights: MediumWeights,
 }
 
 impl KvRule {

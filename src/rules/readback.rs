@@ -117,6 +117,12 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     put("kvColdstartSeedN", json!(kv.seed_every));
     put("kvColdstartMinBlocks", json!(kv.seed_min_blocks));
     put("kvMeanLoadFactor", json!(kv.mean_load_factor));
+    put("kvReplayPortOffset", json!(kv.replay_port_offset));
+    if engine == Engine::Trtllm {
+        put("kvTrtllmPollMinMs", json!(kv.drain_poll.min_ms));
+        put("kvTrtllmPollMaxMs", json!(kv.drain_poll.max_ms));
+    }
+    put("kvMediumWeights", json!({"cpu": kv.weights.cpu, "storage": kv.weights.storage}));
 }
 
 fn show_endpoint(endpoint: &RuleEndpoint, up: bool) -> Value {

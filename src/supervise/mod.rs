@@ -383,8 +383,8 @@ impl Supervisor {
     async fn learn(&mut self, id: ServiceId, facts: ServiceFacts) {
         // The rule may be gone by now.
         let Some(seen) = self.registry.entries().iter().find(|entry| entry.id == id).cloned() else { return };
-        if facts.mixed && !seen.facts.mixed {
-            warn!(rule = %seen.rule.key, "engines of different releases: salts and adapters are keyed as by the newest");
+        if facts.forms.len() > 1 && seen.facts.forms.len() <= 1 {
+            info!(rule = %seen.rule.key, "engines of different releases: salts and adapters are keyed in each one's form");
         }
         let entry = Arc::new(seen.learned(facts));
         if let Err(error) = self.hand_out(self.registry.with(&entry)).await {

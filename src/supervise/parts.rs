@@ -69,9 +69,10 @@ impl Parts {
         Ok((Parts { shards, ingest, models }, changes))
     }
 
-    /// Drains the shards, then stops the rest.
+    /// Drains the shards, then stops the rest; what engines hold is written last.
     pub(super) async fn stop(self, timeout: Duration) {
         self.shards.drain(timeout).await;
         self.models.stop();
+        self.ingest.stop().await;
     }
 }

@@ -154,6 +154,14 @@ impl Gateway {
         })
     }
 
+    /// The sum of all lines of one metric.
+    pub fn metric_sum(&self, name: &str) -> f64 {
+        let text = self.api("/metrics").text();
+        let lines = text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.rsplit_once(' '));
+        let named = lines.filter(|(series, _)| series.split('{').next() == Some(name));
+        named.filter_map(|(_, value)| value.parse::<f64>().ok()).sum()
+    }
+
     /// Sends a signal.
     pub fn signal(&self, signal: i32) {
         // SAFETY: kill(2) with the number of our own child, which has not been reaped.

@@ -206,7 +206,9 @@ def check_verdicts(case, gateway):
 
     def settled():
         report = gateway.parity()
-        found[:] = [(e["verdict"], e["faults"], e["hints"], e) for _, e in sorted(report.items())]
+        # Releases before 0.31 have extra keys of another form than the newest: said when the first salted block comes.
+        hints = lambda entry: [hint for hint in entry["hints"] if hint != "extra_key_tagging"]
+        found[:] = [(e["verdict"], e["faults"], hints(e), e) for _, e in sorted(report.items())]
         return all(one[:3] == want for one, want in zip(found, expected))
 
     try:
@@ -235,10 +237,10 @@ def check_counters(run, before, problems):
         if run.case.restart and ep == 1:
             continue
         served = [record for record in run.records if record.endpoint == ep]
-        queries, hits = (now - then for now, then in zip(engine.counters(), before[ep]))
-        answers = sum(record.prompt for record in served), sum(record.cached for record in served)
-        if (queries, hits) != answers:
-            problems.append(f"endpoint {ep}: its counters say {queries:.0f} tokens and {hits:.0f} hits, answers {answers}")
+        hits = engine.hit_tokens() - before[ep]
+        answers = sum(record.cached for record in served)
+        if hits != answers:
+            problems.append(f"endpoint {ep}: its counter says {hits:.0f} tokens hit, its answers {answers}")
 
 
 def judge(run, problems):
@@ -284,7 +286,7 @@ def start_gateway(case, engines, arguments):
 
 def run_case(case, engines, arguments):
     problems = []
-    before = [engine.counters() for engine in engines]
+    before = [engine.hit_tokens() for engine in engines]
     gateway = start_gateway(case, engines, arguments)
     try:
         run = Run(case, engines, gateway)

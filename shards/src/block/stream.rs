@@ -81,8 +81,11 @@ impl KeyStream {
                 (State::Sglang { chain, bigrams, namespace: contract.namespace(extras)? }, usize::from(bigrams))
             }
             Contract::TrtllmTokens => {
-                tokens_alone(extras)?;
-                (State::TrtllmTokens(PageChain::root()), 0)
+                no_items(extras)?;
+                if extras.lora.is_some() {
+                    return Err(ContractError::Unkeyed { what: "LoRA adapter" });
+                }
+                (State::TrtllmTokens(trtllm::tokens_root(extras.salt().map(String::as_str))), 0)
             }
             Contract::Derived => {
                 no_items(extras)?;
@@ -126,16 +129,6 @@ impl KeyStream {
     #[must_use]
     pub fn tail_tokens(&self) -> usize {
         self.held.len()
-    }
-}
-
-/// Refuses whatever is more than tokens.
-fn tokens_alone(extras: &PromptExtras) -> Result<(), ContractError> {
-    no_items(extras)?;
-    match (&extras.lora, extras.salt()) {
-        (None, None) => Ok(()),
-        (Some(_), _) => Err(ContractError::Unkeyed { what: "LoRA adapter" }),
-        (None, Some(_)) => Err(ContractError::Unkeyed { what: "cache salt" }),
     }
 }
 
@@ -217,8 +210,7 @@ mod tests {
         let trtllm = prop_oneof![Just(Contract::TrtllmTokens), Just(Contract::TrtllmV1), Just(Contract::Derived)];
         (prop_oneof![vllm, sglang, trtllm], any::<bool>(), any::<bool>()).prop_map(|(contract, salted, adapted)| {
             let lora = Lora { name: "sql".into(), path: Some("/sql".into()), id: Some(3) };
-            let adapted = adapted && matches!(contract, Contract::Vllm { .. } | Contract::TrtllmV1);
-            let salted = salted && !matches!(contract, Contract::TrtllmTokens | Contract::Derived);
+            let adapted = adapted && matches!(contract, Contract::Vllm { .. } | Contract::TrtllmV1 | Contract::Derived);
             let cache_salt = salted.then(|| "s3cr3t".to_owned());
             (contract, PromptExtras { lora: adapted.then_some(lora), cache_salt, ..PromptExtras::default() })
         })

@@ -46,6 +46,8 @@ const SLICE_KEYS: usize = 4096;
 #[derive(Debug)]
 pub struct Job<'a> {
     model: Arc<Model>,
+    /// The text was rendered by the model's own chat template.
+    is_chat: bool,
     memory: Box<Memory>,
     strides: Strides,
     source: Source<'a>,
@@ -157,7 +159,9 @@ impl<'a> Job<'a> {
         cache: &mut PrefixCache,
     ) -> Result<Self, MissReason> {
         let prompt = Prompt::of(api, view, model, rendering)?;
-        Job::of_prompt(prompt, view, model, rendering, keying, cache)
+        let job = Job::of_prompt(prompt, view, model, rendering, keying, cache)?;
+        let is_chat = matches!(api, Api::ChatCompletions | Api::Responses | Api::Messages);
+        Ok(Job { is_chat: is_chat && rendering.template.is_none(), ..job })
     }
 
     fn of_prompt(
@@ -186,6 +190,7 @@ impl<'a> Job<'a> {
         let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
         Ok(Job {
             model: Arc::clone(model),
+            is_chat: false,
             source,
             memory,
             strides,
@@ -287,6 +292,18 @@ impl<'a> Job<'a> {
             return self.tokens + left / BYTES_PER_TOKEN_ASSUMED;
         }
         self.tokens + left.saturating_mul(self.tokens) / self.bytes_done
+    }
+
+    /// Notes that an engine holds all blocks of the prompt: where it was rendered by a template that was assumed, the
+    /// assumption is right.
+    pub fn confirm_template(&self) {
+        if self.is_chat && self.model.template_assumed() {
+            tracing::info!(
+                model = self.model.slug(),
+                "an engine has the blocks that the assumed chat template leads to"
+            );
+            self.model.confirm_template();
+        }
     }
 
     /// Ends the work and lets the cache remember what was done, finished or not.

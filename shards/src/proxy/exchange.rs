@@ -19,6 +19,7 @@ use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::route::{self, Chooser, Decision, Tier};
 use crate::service::{Endpoint, count};
+use crate::usage::Tail;
 
 /// Endpoints that one request may find dead; beyond it the request is refused. Each costs up to a connect time-out.
 const CONNECTS_MAX: usize = 16;
@@ -76,7 +77,8 @@ async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Ro
     let resendable = is_resendable(&view);
     // Asked now: the head is edited before it is sent.
     let api = Api::of(view.method(), view.path());
-    let mut attempt = Attempt { proxy, local, request, api, from: None, sends: 0, resendable, began: false, status: 0 };
+    let mut attempt =
+        Attempt { proxy, local, request, api, from: None, sends: 0, resendable, began: false, status: 0, tail: None };
     let outcome = attempt.run(client, &score).await;
     let request = attempt.request;
     match outcome {
@@ -134,6 +136,8 @@ struct Attempt<'a> {
     began: bool,
     /// Its status.
     status: u16,
+    /// The end of its body, where somebody wants to know what it says.
+    tail: Option<Tail>,
 }
 
 impl Attempt<'_> {
@@ -160,6 +164,7 @@ impl Attempt<'_> {
                     Ok(next) => {
                         if self.status == 200 {
                             self.predict(score, decision.endpoint);
+                            self.compare_usage(score, decision.endpoint);
                         }
                         drop(reservation);
                         return Ok(next);
@@ -260,7 +265,9 @@ impl Attempt<'_> {
             close: !head.keep_alive || proxy.draining.get() || ends_with_connection,
             is_http10: head.is_http10,
         };
-        let reusable = relay::relay(client, &mut upstream, begun, terms, &proxy.limits, &proxy.buffers).await?;
+        self.tail = (self.api.is_some() && endpoint.shared.usage.look()).then(Tail::default);
+        let tail = self.tail.as_mut();
+        let reusable = relay::relay(client, &mut upstream, begun, terms, tail, &proxy.limits, &proxy.buffers).await?;
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
         }
@@ -284,6 +291,20 @@ impl Attempt<'_> {
         };
         if let Some(prediction) = score.predict(reader, endpoint, kind) {
             predictions.offer(prediction);
+        }
+    }
+
+    /// Says what the answer's `usage` proves or denies of the endpoint's blocks.
+    fn compare_usage(&self, score: &Score, endpoint: EndpointIndex) {
+        let Some(usage) = self.tail.as_ref().and_then(Tail::usage) else { return };
+        let statements = &self.local.service.endpoints[endpoint.index()].shared.usage;
+        if usage.cached_tokens.is_some() {
+            statements.set_tells();
+        }
+        if statements.wanted()
+            && let Some(statement) = score.compare(self.local, endpoint, usage)
+        {
+            statements.offer(statement);
         }
     }
 

@@ -7,7 +7,8 @@
 //! Order of Tier 1.5 (single pool): overlap → spill relief → cold seed.
 //!
 //! * **Overlap.** The winner is the candidate with the longest contiguous run at any of its ranks, in tokens: holders may
-//!   have blocks of other sizes than the rule says. Among equals it is the least loaded; among those each in turn. One
+//!   have blocks of other sizes than the rule says. Where a rule gives weight to slower media, the tokens that they add to
+//!   a run count as so much of a token in device memory. Among equals it is the least loaded; among those each in turn. One
 //!   block is overlap, also in a prompt of exactly one block. The engine recomputes at least the last token, so the
 //!   *predicted* saving is at most ⌊(tokens − 1) / block size⌋ blocks of the holder.
 //! * **Spill relief.** `cap = max(1, ⌈factor × total / (100 × n)⌉)`, where `total` is the number of requests in flight
@@ -26,7 +27,7 @@ use std::num::NonZeroU32;
 use std::sync::atomic::Ordering;
 
 use crate::ids::{EndpointIndex, Rank, ShardId};
-use crate::inventory::Run;
+use crate::inventory::{Medium, Run};
 use crate::load::LoadTable;
 use crate::service::{KvExact, MissReason, Select, Service};
 
@@ -101,10 +102,12 @@ pub struct Turn {
 struct Row {
     candidate: bool,
     load: u32,
-    /// Tokens of the longest run at any of its ranks, uncapped.
+    /// Tokens of the run that is worth most, of any of its ranks, uncapped.
     run: u64,
     /// Tokens per block of that run.
     block_tokens: u64,
+    /// What that run is worth, in hundredths of a token in device memory.
+    worth: u64,
     rank: Rank,
 }
 
@@ -119,11 +122,11 @@ impl Turn {
         self.rows.iter().enumerate().filter(|(_, row)| row.candidate)
     }
 
-    /// The least loaded candidate with a run of this length; equals take turns. None if there is no such candidate.
-    fn least_loaded(&mut self, run: u64) -> Option<usize> {
-        let eligible = |(_, row): &(usize, &Row)| row.run == run;
+    /// The least loaded candidate with a run of this worth; equals take turns. None if there is no such candidate.
+    fn least_loaded(&mut self, worth: u64) -> Option<usize> {
+        let eligible = |(_, row): &(usize, &Row)| row.worth == worth;
         let load = self.candidates().filter(eligible).map(|(_, row)| row.load).min()?;
-        let equals = |row: &Row| row.candidate && row.run == run && row.load == load;
+        let equals = |row: &Row| row.candidate && row.worth == worth && row.load == load;
         let count = self.rows.iter().filter(|row| equals(row)).count();
         let turn = if count > 1 { self.break_tie(count) } else { 0 };
         self.rows.iter().enumerate().filter(|(_, row)| equals(row)).nth(turn).map(|(index, _)| index)
@@ -170,7 +173,7 @@ pub fn decide(
     let chosen = match service.select {
         Select::RoundRobin => turn.round_robin(),
         Select::LeastConnections => {
-            turn.rows.iter_mut().for_each(|row| row.run = 0);
+            turn.rows.iter_mut().for_each(|row| row.worth = 0);
             turn.least_loaded(0)
         }
     }?;
@@ -197,6 +200,7 @@ fn fill_rows(service: &Service, tried: &[EndpointIndex], chooser: &mut Chooser<'
         load: chooser.loads.seen_by(chooser.shard, endpoint.shared.slot),
         run: 0,
         block_tokens: 1,
+        worth: 0,
         rank: Rank(0),
     });
     chooser.turn.rows.clear();
@@ -208,26 +212,53 @@ fn overlap(kv: &KvExact, prompt_tokens: u64, runs: &[Run], turn: &mut Turn) -> R
     if prompt_tokens < u64::from(kv.min_match_tokens) {
         return Err(MissReason::Shallow);
     }
-    let mut longest = 0;
+    let mut most = 0;
     let mut held = false;
     for run in runs.iter().filter(|run| run.blocks > 0) {
         held = true;
         // An endpoint that the tables do not know yet, or no longer, is nobody's candidate.
         let Some(row) = turn.rows.get_mut(run.endpoint.index()).filter(|row| row.candidate) else { continue };
         let block_tokens = u64::from(run.block_tokens.map_or(kv.block_tokens, NonZeroU32::get));
-        let tokens = u64::from(run.blocks) * block_tokens;
-        if tokens > row.run {
-            (row.run, row.block_tokens, row.rank) = (tokens, block_tokens, run.rank);
-            longest = longest.max(tokens);
+        let worth = worth(kv, run, runs).saturating_mul(block_tokens);
+        if worth > row.worth {
+            let tokens = u64::from(run.blocks) * block_tokens;
+            (row.run, row.block_tokens, row.worth, row.rank) = (tokens, block_tokens, worth, run.rank);
+            most = most.max(worth);
         }
     }
-    match longest {
+    match most {
         0 if held => Err(MissReason::Excluded),
         0 if prompt_tokens < u64::from(kv.block_tokens) => Err(MissReason::Hashes),
         0 => Err(MissReason::NoWorker),
-        _ => turn.least_loaded(longest).ok_or(MissReason::NoWorker),
+        _ => turn.least_loaded(most).ok_or(MissReason::NoWorker),
     }
 }
+
+/// What a run is worth, in hundredths of one of its blocks in device memory: a run that reaches into slower media counts what lies
+/// nearer as what it is, and the rest by its medium's weight.
+fn worth(kv: &KvExact, run: &Run, runs: &[Run]) -> u64 {
+    let within = |medium: Medium| {
+        let same = |other: &&Run| (other.endpoint, other.rank, other.medium) == (run.endpoint, run.rank, medium);
+        u64::from(runs.iter().find(same).map_or(0, |other| other.blocks))
+    };
+    let blocks = u64::from(run.blocks);
+    let behind = |nearer: u64, weight: u8| blocks.saturating_sub(nearer) * u64::from(weight);
+    match run.medium {
+        Medium::Device => blocks * DEVICE_WORTH,
+        Medium::Cpu => {
+            let device = within(Medium::Device);
+            device * DEVICE_WORTH + behind(device, kv.weights.cpu)
+        }
+        Medium::Storage => {
+            let device = within(Medium::Device);
+            let cpu = within(Medium::Cpu).max(device);
+            device * DEVICE_WORTH + (cpu - device) * u64::from(kv.weights.cpu) + behind(cpu, kv.weights.storage)
+        }
+    }
+}
+
+/// A token in device memory is worth as much.
+const DEVICE_WORTH: u64 = 100;
 
 /// Relief and seed after the overlap was found.
 fn exact(service: &Service, kv: &KvExact, prompt_tokens: u64, winner: usize, turn: &Turn) -> Decision {

@@ -8,7 +8,7 @@ use crate::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
 use crate::ids::ServiceId;
 use crate::inventory;
 use crate::load::{LoadSlot, Reservation};
-use crate::service::{Endpoint, EndpointShared, Engine, ServiceShared};
+use crate::service::{Endpoint, EndpointShared, Engine, MediumWeights, ServiceShared};
 
 const SHARD: ShardId = ShardId(0);
 /// Enough tokens that the cap of the saving plays no part: 100 blocks and one token.
@@ -29,6 +29,8 @@ impl Fleet {
             block_tokens: 16,
             contract: Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED)),
             algo_given: true,
+            other_forms: Vec::new(),
+            weights: MediumWeights::default(),
             adapters: HashMap::new(),
             chat_template: None,
             chat_template_kwargs: None,
@@ -111,7 +113,7 @@ impl Fleet {
 }
 
 fn run(endpoint: u16, rank: u8, blocks: u32) -> Run {
-    Run { endpoint: EndpointIndex(endpoint), rank: Rank(rank), blocks, block_tokens: None }
+    Run { endpoint: EndpointIndex(endpoint), rank: Rank(rank), medium: Medium::Device, blocks, block_tokens: None }
 }
 
 /// A hit without diversion at rank 0.
@@ -145,6 +147,26 @@ fn the_best_rank_stands_for_its_endpoint_and_is_conveyed() {
     let runs = [run(1, 0, 3), run(1, 2, 8), run(1, 3, 5), run(2, 1, 7)];
     let decision = fleet.decide(Evidence::Scored { prompt_tokens: LONG, runs: &runs }, &[]).unwrap();
     assert_eq!(decision, Decision { rank: Some(Rank(2)), ..hit(1, 8) });
+}
+
+#[test]
+fn what_lies_in_slower_media_counts_by_its_weight_behind_what_lies_in_device_memory() {
+    let reach = |endpoint, medium, blocks| Run { medium, ..run(endpoint, 0, blocks) };
+    let winner = |cpu, storage, runs: &[Run]| {
+        let mut fleet = Fleet::new(3).kv(|kv| kv.weights = MediumWeights { cpu, storage });
+        let decision = fleet.decide(Evidence::Scored { prompt_tokens: LONG, runs }, &[]).expect("candidates");
+        (decision.endpoint.0, decision.hit_blocks)
+    };
+    // Endpoint 0 has 4 blocks in device memory and 6 more behind; endpoint 1 has 6 in device memory.
+    let runs = [reach(0, Medium::Device, 4), reach(0, Medium::Cpu, 10), reach(1, Medium::Device, 6)];
+    assert_eq!(winner(50, 0, &runs), (0, 10), "4 + 6/2 > 6");
+    assert_eq!(winner(30, 0, &runs), (1, 6), "4 + 6 × 0.3 < 6");
+    let storage = [reach(0, Medium::Cpu, 2), reach(0, Medium::Storage, 12), reach(2, Medium::Device, 3)];
+    assert_eq!(winner(50, 25, &storage), (0, 12), "2/2 + 10/4 > 3");
+    assert_eq!(winner(50, 10, &storage), (2, 3), "2/2 + 10/10 < 3");
+    // Ranks do not add up.
+    let ranks = [run(0, 0, 5), Run { medium: Medium::Cpu, ..run(0, 1, 8) }, reach(1, Medium::Device, 6)];
+    assert_eq!(winner(50, 0, &ranks), (1, 6), "8/2 at one rank and 5 at another are less than 6");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use shards::block::Contract;
+use shards::inventory::SpaceIndex;
 use shards::predictions::{Prediction, PromptKind};
 use shards::prompt::{Api, Keying};
 use shards::service::Engine;
@@ -21,6 +22,8 @@ use crate::supervise::{Entry, Rehearsal, events_option};
 
 /// Pause between two looks at what was heard.
 const LOOK: Duration = Duration::from_millis(20);
+/// Time in which what a verdict changed is in the inventory: it is published at the end of the same cycle.
+const PUBLISHED: Duration = Duration::from_millis(100);
 /// Longest wait for the answer to a probe.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time after a probe within which its blocks are announced and judged.
@@ -76,7 +79,8 @@ pub(super) async fn check(cases: Vec<Case>, listening: Listening, report: &mut R
             one.probe().await;
         }
         wait(&rehearsal, &heard, listening.time, &|stream| is_judged(stream)).await;
-        heard.iter().for_each(|one| one.predict(&rehearsal.streams()));
+        tokio::time::sleep(PUBLISHED).await;
+        heard.iter().for_each(Heard::predict);
         let by_use = |stream: &StreamStatus| stream.by_use.fulfilled + stream.by_use.missed > 0;
         wait(&rehearsal, &heard, PROBE_JUDGED, &by_use).await;
     } else {
@@ -162,13 +166,11 @@ impl Heard {
     }
 
     /// Says what blocks the probes must have led to, under the keys that the engines turned out to have.
-    fn predict(&self, streams: &[StreamStatus]) {
+    fn predict(&self) {
         let Some(kv) = &self.case.rule.kv else { return };
         for (place, checked) in self.case.checked.iter().enumerate() {
             let (Some(Ok(())), Some((name, model))) = (&self.probes[place], &checked.model) else { continue };
-            let own = streams.iter().filter(|stream| self.is_of(stream, place));
-            let Some(stream) = own.max_by_key(|stream| stream.batches) else { continue };
-            let Some((contract, block_tokens)) = self.keying(stream, kv) else { continue };
+            let Some((contract, block_tokens)) = self.keying(place, kv) else { continue };
             let (path, body) = probe_of(name, checked, kv, place);
             let api = if path == CHAT { Api::ChatCompletions } else { Api::Completions };
             let keying = Keying { contract: &contract, block_tokens, lora: None };
@@ -182,16 +184,15 @@ impl Heard {
         }
     }
 
-    /// How the rank's blocks are keyed; none where this cannot be told from here.
-    fn keying(&self, stream: &StreamStatus, kv: &KvRule) -> Option<(Contract, u32)> {
-        let finding = stream.finding.as_ref()?;
-        match finding.verdict {
-            Verdict::Exact if finding.hints.is_empty() => {
-                let contract = self.entry.service.kv.as_ref()?.contract;
-                Some((contract, kv.block_tokens))
-            }
-            Verdict::Derived => Some((Contract::Derived, stream.engine_block_tokens.unwrap_or(kv.block_tokens))),
-            Verdict::Exact | Verdict::Believed | Verdict::Refused => None,
+    /// How the endpoint's blocks are keyed in the inventory; none where it holds none, or its ranks differ.
+    fn keying(&self, place: usize, kv: &KvRule) -> Option<(Contract, u32)> {
+        let reader = self.entry.inventory.as_ref()?.reader();
+        let guard = reader.enter()?;
+        let space = guard.space_of(self.entry.places.get(place)?.shared.index)?;
+        match guard.other_spaces().find(|(other, _)| *other == space) {
+            Some((_, other)) => Some((other.contract, other.block_tokens.get())),
+            None if space == SpaceIndex::OWN => Some((self.entry.service.kv.as_ref()?.contract, kv.block_tokens)),
+            None => None,
         }
     }
 

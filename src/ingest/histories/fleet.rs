@@ -528,16 +528,20 @@ impl Fleet {
             return (0, 0);
         }
         let held = |copies: &Copies| run(copies, &manner.groups, prompt);
-        let truth = held(&line.process.device);
-        // Salted blocks are found by the engine's keys alone.
-        let most = if prompt.salt > 0 && !manner.exact { 0 } else { truth };
+        let most = held(&line.process.device);
+        // Salted blocks are found by the engine's keys, and by own ones where the engine says what is salted.
+        let found = match verdict {
+            Verdict::Exact => true,
+            Verdict::Derived => manner.tells_salts(),
+            Verdict::Believed | Verdict::Refused => false,
+        };
         if line.heard.mixed && line.replay == Replay::None {
             return (0, usize::MAX);
         }
         let least = match line.replay {
-            _ if self.bounded || (prompt.salt > 0 && verdict != Verdict::Exact) => 0,
+            _ if self.bounded || (prompt.salt > 0 && !found) => 0,
             _ if manner.secret && !manner.tells_salts() && (verdict != Verdict::Derived || block != RULE_BLOCK) => 0,
-            Replay::Full => truth,
+            Replay::Full => most,
             Replay::Poor => 0,
             Replay::None if manner.exact && verdict == Verdict::Exact => held(&line.heard.told),
             Replay::None => held(&line.heard.rooted),

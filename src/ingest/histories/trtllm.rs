@@ -4,16 +4,18 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use loadgen::engine::hash::{Chain, Namespace, trtllm};
 use serde_json::{Value, json};
 use shards::block::{Contract, KeyStream, PromptExtras};
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 use shards::inventory::{self, Reader, Walk, Writer};
+use shards::service::MediumWeights;
 
 use super::super::poller::Poller;
 use super::super::status::StreamName;
-use super::super::trtllm::{Drain, DrainFrom, DrainSource, Drained, Phase, Runner};
+use super::super::trtllm::{Drain, DrainBlocks, DrainFrom, DrainSource, Drained, Phase, Runner};
 use super::chance::Chance;
 use super::engine::{Prefix, prompt};
 
@@ -291,7 +293,9 @@ impl Drains {
             let ranks = 1 + drains.chance.below(3);
             let from = DrainFrom::new(SocketAddr::from((Ipv4Addr::LOCALHOST, 1)));
             let waker = Poller::new().expect("a descriptor").waker();
-            let (drain, runner) = Drain::idle(&from, BLOCK, keys_max, waker);
+            let weights = MediumWeights::default();
+            let blocks = DrainBlocks { block_tokens: BLOCK, weights, blocks_max: keys_max };
+            let (drain, runner) = Drain::idle(&from, blocks, waker);
             let (label, address) = (String::new(), String::new());
             let endpoint = EndpointIndex(index as u16);
             let name = StreamName { service: ServiceId(0), endpoint, label, rank: Rank(0), address };
@@ -305,7 +309,7 @@ impl Drains {
                 silent: false,
                 tells_salts: false,
                 runner,
-                source: DrainSource::new(name, from, drain),
+                source: DrainSource::new(name, from, drain, &Arc::default()),
             };
             engine.begin(drains.lives, &mut drains.chance);
             drains.engines.push(engine);
@@ -396,7 +400,7 @@ impl Drains {
             if whole && !self.bounded {
                 let plain = engine.ranks.iter().flat_map(|rank| &rank.held);
                 let plain: BTreeSet<_> = plain
-                    .filter(|(prefix, level)| prefix.salt == 0 && **level == 0)
+                    .filter(|(prefix, level)| (prefix.salt == 0 || engine.tells_salts) && **level == 0)
                     .map(|(prefix, _)| prefix)
                     .collect();
                 assert_eq!(keys.len(), plain.len(), "engine {index}: nothing else is there");

@@ -25,6 +25,9 @@ use std::thread::Thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crossbeam::channel::{Receiver, SendTimeoutError, Sender, bounded};
+use shards::service::MediumWeights;
+
+use crate::rules::EngineToken;
 
 use super::super::poller::Waker;
 use super::admission::{Admission, judge, unauthorized};
@@ -46,7 +49,7 @@ const ERROR_RETRY: Duration = Duration::from_secs(1);
 /// Longest wait without a look at whether to stop.
 const SLICE: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 * 1024;
-/// Blocks linked per engine. Beyond it the oldest ends of chains are given up.
+/// Blocks linked per engine, whatever is asked for.
 const KEYS_MAX: usize = 2_000_000;
 
 /// What to drain.
@@ -58,26 +61,19 @@ pub struct DrainFrom {
     pub poll_min: Duration,
     /// Longest pause, reached while nothing happens (`LOXILB_KV_TRTLLM_POLL_MAX_MS`).
     pub poll_max: Duration,
-    /// Bearer token of the gateway's own calls.
-    pub bearer: Option<Bearer>,
+    /// What the gateway shows on its calls. Another content of its file is shown from then on.
+    pub token: Option<Arc<EngineToken>>,
 }
 
-/// A bearer token, which is never shown.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Bearer(String);
-
-impl Bearer {
-    /// A token; none where it holds anything but visible ASCII, which no header can carry.
-    #[must_use]
-    pub fn new(token: &str) -> Option<Self> {
-        token.bytes().all(|byte| byte.is_ascii_graphic()).then(|| Bearer(token.to_owned()))
-    }
-}
-
-impl std::fmt::Debug for Bearer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Bearer(…)")
-    }
+/// The blocks that a rule is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DrainBlocks {
+    /// `kvBlockSize`, tokens.
+    pub(crate) block_tokens: u32,
+    /// `kvMediumWeights`.
+    pub(crate) weights: MediumWeights,
+    /// Most blocks linked per engine; beyond it, and beyond [`KEYS_MAX`], the oldest ends of chains are given up.
+    pub(crate) blocks_max: usize,
 }
 
 impl DrainFrom {
@@ -85,7 +81,7 @@ impl DrainFrom {
     #[must_use]
     pub fn new(address: SocketAddr) -> Self {
         let (poll_min, poll_max) = (Duration::from_millis(5), Duration::from_millis(20));
-        DrainFrom { address, poll_min, poll_max, bearer: None }
+        DrainFrom { address, poll_min, poll_max, token: None }
     }
 }
 
@@ -149,6 +145,8 @@ pub(crate) struct Batch {
     pub(crate) eligible: bool,
     /// Keys it has, each once.
     pub(crate) distinct: u64,
+    /// First blocks of prompts that it has announced so far.
+    pub(crate) first_blocks: u64,
 }
 
 /// A running drain. Dropping it ends its thread, soon.
@@ -172,9 +170,9 @@ impl Drain {
     ///
     /// # Errors
     /// Where no thread can be had.
-    pub(crate) fn start(from: &DrainFrom, label: &str, block_tokens: u32, waker: Waker) -> std::io::Result<Self> {
+    pub(crate) fn start(from: &DrainFrom, label: &str, blocks: DrainBlocks, waker: Waker) -> std::io::Result<Self> {
         let (batches, receiver) = bounded(BATCHES_MAX);
-        let runner = Runner::new(from, label, block_tokens, KEYS_MAX, (batches, waker));
+        let runner = Runner::new(from, label, blocks, (batches, waker));
         let (report, stop) = (Arc::clone(&runner.report), Arc::clone(&runner.stop));
         let builder = std::thread::Builder::new().name("drain".to_owned()).stack_size(STACK_BYTES);
         let thread = builder.spawn(move || runner.run())?.thread().clone();
@@ -183,9 +181,9 @@ impl Drain {
 
     /// A drain without a thread: its runner is told what engines answer.
     #[cfg(test)]
-    pub(crate) fn idle(from: &DrainFrom, block_tokens: u32, keys_max: usize, waker: Waker) -> (Self, Runner) {
+    pub(crate) fn idle(from: &DrainFrom, blocks: DrainBlocks, waker: Waker) -> (Self, Runner) {
         let (batches, receiver) = bounded(BATCHES_MAX);
-        let runner = Runner::new(from, "", block_tokens, keys_max, (batches, waker));
+        let runner = Runner::new(from, "", blocks, (batches, waker));
         let (report, stop) = (Arc::clone(&runner.report), Arc::clone(&runner.stop));
         (Drain { batches: receiver, report, stop, thread: std::thread::current() }, runner)
     }
@@ -212,19 +210,14 @@ pub(crate) struct Runner {
 pub(crate) struct Stop;
 
 impl Runner {
-    fn new(
-        from: &DrainFrom,
-        label: &str,
-        block_tokens: u32,
-        keys_max: usize,
-        (batches, waker): (Sender<Batch>, Waker),
-    ) -> Self {
+    fn new(from: &DrainFrom, label: &str, blocks: DrainBlocks, (batches, waker): (Sender<Batch>, Waker)) -> Self {
+        let DrainBlocks { block_tokens, weights, blocks_max } = blocks;
         Runner {
-            client: Client::new(from.address, from.bearer.as_ref().map(|bearer| bearer.0.as_str())),
+            client: Client::new(from.address, from.token.clone()),
             from: from.clone(),
             label: label.to_owned(),
             block_tokens,
-            state: State::new(block_tokens, keys_max),
+            state: State::new(block_tokens, blocks_max.min(KEYS_MAX)).weigh(weights),
             ownership: Ownership::new(RandomState::new().hash_one(from.address)),
             started: Instant::now(),
             batches,
@@ -359,7 +352,8 @@ impl Runner {
 
     fn hand_over(&mut self, ops: Vec<Op>, eligible: bool) -> Result<(), Stop> {
         self.eligible = eligible;
-        let mut batch = Batch { ops, eligible, distinct: self.state.distinct() };
+        let (distinct, first_blocks) = (self.state.distinct(), self.state.tally().first_blocks);
+        let mut batch = Batch { ops, eligible, distinct, first_blocks };
         loop {
             batch = match self.batches.send_timeout(batch, SLICE) {
                 Ok(()) => {

@@ -16,7 +16,8 @@ mod source;
 mod state;
 mod tree;
 
-pub use drain::{Bearer, DrainFrom, Phase};
+pub(crate) use drain::DrainBlocks;
+pub use drain::{DrainFrom, Phase};
 pub(crate) use inspect::{drain_once, drained};
 pub use json::check_any_json;
 pub(crate) use source::{DrainSource, DrainStats};
