@@ -9,7 +9,7 @@ use kvlane::ingest::{check_any_event_bytes, check_any_framing, check_any_state_f
 type Target = (&'static str, usize, fn(&[u8]));
 const TARGETS: [Target; 4] = [
     ("event_batch", 40, check_any_event_bytes),
-    ("state_file", 15, check_any_state_file),
+    ("state_file", 18, check_any_state_file),
     ("trtllm_json", 26, check_any_trtllm_json),
     ("zmq_framing", 9, check_any_framing),
 ];

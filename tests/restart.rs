@@ -271,7 +271,7 @@ fn with_neither_file_nor_replay_blocks_are_taken_in_as_usage_reports_them() {
             .iter()
             .all(|text| text.as_str().is_some_and(|text| text.contains("no replay endpoint: cold start")))
     );
-    (0..8).for_each(|number| _ = wait_for("the prompt goes to a holder", || fleet.hits(number).then_some(())));
+    (0..8).for_each(|number| wait_for("the prompt goes to a holder", || fleet.hits(number).then_some(())));
     wait_for("some are taken in", || (fleet.sum("adopted_by_usage") > 0).then_some(()));
     assert_eq!(fleet.share(0..8), 1.0);
 }

@@ -22,6 +22,10 @@
 //! the same process and the history goes on; if it sends another one under that number, or none, the engine was
 //! restarted, the rank is cleared and its history is asked for from 0.
 //!
+//! **Leftovers.** Batches of a process that is gone may be read after its successor has connected, under numbers that
+//! fit. Where there is a replay address, a batch whose clock stands before that of the last one applied is not taken
+//! for its continuation: the engine is asked, and what it does not know is dropped.
+//!
 //! **Taken up.** A stream may begin with what a file of a former gateway says ([`super::persist`]): then its first
 //! connection is believed. A replay, or a first live batch that follows the last one, proves it; what was missed and
 //! cannot be had leaves it doubtful, where other streams are cleared.
@@ -74,6 +78,17 @@ impl Print {
         let len = payload.len().min(head.len());
         head[..len].copy_from_slice(&payload[..len]);
         Print { head, len: payload.len() }
+    }
+
+    /// The engine's clock when it made the batch, seconds; none where it stands elsewhere.
+    fn clock(self) -> Option<f64> {
+        let [_, 0xcb, clock @ ..] = self.head else { return None };
+        clock.first_chunk().map(|clock| f64::from_be_bytes(*clock))
+    }
+
+    /// Made before another batch.
+    fn is_older(self, than: Print) -> bool {
+        matches!((self.clock(), than.clock()), (Some(one), Some(other)) if one < other)
     }
 }
 
@@ -234,15 +249,17 @@ impl Stream {
         matches!(self.phase, Phase::Replaying(request) if request.returning)
     }
 
-    /// A publisher is there.
+    /// A publisher is there. Where one was already, the end of its connection has not been noticed yet: another process
+    /// may stand behind the new one.
     pub(crate) fn connected(&mut self, act: &mut impl FnMut(Action<'_>)) {
         if self.phase != Phase::Down {
-            return;
+            self.lost(act);
         }
         self.tally.reconnects += u64::from(std::mem::replace(&mut self.ever_connected, true));
         self.live = None;
         self.replayed = None;
         self.nothing_sent = false;
+        self.barren = 0;
         match (self.has_replay, self.last) {
             (true, last) => {
                 let returning = last.is_some();
@@ -287,12 +304,17 @@ impl Stream {
             // The first batch known, wherever the engine's count stands: each key says all by itself.
             return self.accept(seq, payload, act);
         };
-        if last.checked_add(1) == Some(seq) {
+        // Without an answer to be had, numbers alone decide.
+        let refused = self.giving_up && self.barren < FRUITLESS_MAX;
+        let stale = self.has_replay && !refused && Print::of(payload).is_older(print);
+        if last.checked_add(1) == Some(seq) && !stale {
             self.prove(act);
             self.accept(seq, payload, act);
         } else if seq == last && print == Print::of(payload) {
             self.prove(act);
             self.proven();
+        } else if seq > last && stale && self.barren >= FRUITLESS_MAX {
+            // The engine does not know it: it was still on its way when the process that sent it was gone.
         } else if seq > last {
             self.gap(seq, Some(last), payload, act);
         } else if self.replayed.is_some_and(|to| seq <= to) && before.is_none_or(|before| seq > before) {
@@ -419,6 +441,7 @@ impl Stream {
         let unproven = request.returning && !request.proven && self.taken_up == TakenUp::No;
         self.phase = if unproven { Phase::Unproven } else { Phase::Live };
         self.replayed = if unproven { None } else { self.last_seq() };
+        self.barren = 0;
         self.giving_up = true;
         self.feed_held(act);
         self.giving_up = false;

@@ -223,6 +223,57 @@ fn a_return_is_proven_or_refuted_by_replay() {
 }
 
 #[test]
+fn a_second_connection_beside_the_first_may_be_of_another_process() {
+    let other = [&UP[..], &[Connected, Live(2, "z")]].concat();
+    check(true, &other, "ask0 stop a b ask1", false);
+    let whole = [&other[..], &[Replayed(1, "y"), Replayed(0, "x"), Replayed(1, "y"), Replayed(2, "z"), Ended]].concat();
+    check(true, &whole, "ask0 stop a b ask1 clear ask0 x y z stop", true);
+    check(false, &[Connected, Live(4, "a"), Connected], "a", false);
+    check(false, &[Connected, Live(4, "a"), Connected, Live(0, "b")], "a clear b", true);
+}
+
+#[test]
+fn quiet_returns_do_not_count_against_an_engine_that_has_everything() {
+    let quiet = [Lost, Connected, Replayed(1, "b"), Ended];
+    let gap = [Lost, Connected, Live(3, "d"), Replayed(1, "b"), Ended];
+    let rest = [Replayed(1, "b"), Replayed(2, "c"), Replayed(3, "d"), Ended];
+    let expected = "ask0 stop a b ask1 stop ask1 stop ask1 stop ask1 c d stop";
+    check(true, &[&UP[..], &quiet, &quiet, &gap, &rest].concat(), expected, true);
+}
+
+#[test]
+fn what_a_process_that_is_gone_left_under_way_is_not_taken_for_its_successor_s() {
+    let batch = |clock: f64, name: &str| {
+        let mut payload = vec![0x93, 0xcb];
+        payload.extend_from_slice(&clock.to_be_bytes());
+        payload.extend_from_slice(name.as_bytes());
+        payload
+    };
+    for leftover in [2, 4] {
+        let (mut stream, mut applied) = (Stream::new(true), Vec::new());
+        let mut act = |action: Action<'_>| {
+            if let Action::Apply(seq, payload) = action {
+                applied.push((seq, payload[10]));
+            }
+        };
+        stream.connected(&mut act);
+        stream.live(leftover, &batch(1.0, "x"), &mut act);
+        stream.replayed(0, &batch(2.0, "a"), &mut act);
+        for _ in 0..3 {
+            stream.replayed(1, &batch(3.0, "b"), &mut act);
+            stream.replay_ended(&mut act);
+            assert!(stream.is_eligible());
+        }
+        stream.live(2, &batch(4.0, "c"), &mut act);
+        stream.live(3, &batch(3.5, "d"), &mut act);
+        stream.replayed(2, &batch(4.0, "c"), &mut act);
+        stream.replayed(3, &batch(3.5, "d"), &mut act);
+        stream.replay_ended(&mut act);
+        assert_eq!(applied, [(0, b'a'), (1, b'b'), (2, b'c'), (3, b'd')], "a clock that was set back costs a replay");
+    }
+}
+
+#[test]
 fn live_batches_beyond_the_buffer_are_asked_for_again() {
     let mut stream = Stream::new(true);
     let mut asked = Vec::new();

@@ -61,12 +61,15 @@ impl Checked {
     }
 }
 
+/// A model with the digest of its files, or what is wrong with them.
+type ReadModel = Result<(Arc<Model>, Arc<str>), String>;
+
 /// Tokenizers read so far: engines of one model share them.
 #[derive(Default)]
-pub(super) struct Library(BTreeMap<String, Result<(Arc<Model>, Arc<str>), String>>);
+pub(super) struct Library(BTreeMap<String, ReadModel>);
 
 impl Library {
-    fn read(&mut self, directory: &Path, name: &str) -> Result<(Arc<Model>, Arc<str>), String> {
+    fn read(&mut self, directory: &Path, name: &str) -> ReadModel {
         self.0.entry(name.to_owned()).or_insert_with(|| models::read_now(directory, name)).clone()
     }
 }

@@ -114,9 +114,10 @@ fn report_rank(rank: &Value, report: &mut Report) {
         ("exact", true) => report.right(&subject, "keys", format!("{says}: {}", text(rank, "detail"))),
         _ => report.wrong(&subject, "keys", says, text(rank, "detail")),
     }
-    if rank["degraded"] == true {
-        let note = "what was missed while the gateway was away is taken back as the engine's usage denies it";
-        report.unknown(&subject, "history", "degraded", note);
+    match (text(rank, "start"), rank["degraded"] == true) {
+        ("", false) => {}
+        ("", true) => report.unknown(&subject, "history", "degraded", "some of what is held is not proven"),
+        (start, _) => report.unknown(&subject, "history", start, "a replay socket would tell what it held before"),
     }
     if rank["complete"] == false {
         let says = format!("{} blocks began before the gateway listened", rank["orphans"]);

@@ -50,7 +50,9 @@ struct Line {
     links: i32,
     answering: Option<Asked>,
     answers: VecDeque<Answer>,
-    /// Processes of another manner were here.
+    /// Another process was here, since the endpoint is part of the rule.
+    restarted: bool,
+    /// One of another manner was.
     changed: bool,
 }
 
@@ -141,6 +143,7 @@ impl Line {
             links: 0,
             answering: None,
             answers: VecDeque::new(),
+            restarted: false,
             changed: false,
         }
     }
@@ -205,7 +208,7 @@ impl Fleet {
         for line in lines {
             line.heard = Heard::default();
             (line.link, line.stale, line.answering) = (None, None, None);
-            (line.subscribed, line.changed) = (false, false);
+            (line.subscribed, line.restarted, line.changed) = (false, false, false);
             line.wire.clear();
         }
         self.gateway.add(endpoint as u16, &replays);
@@ -406,6 +409,7 @@ impl Fleet {
         let ring_max = self.endpoints[endpoint].1[rank].ring_max();
         let process = self.process(ring_max);
         let line = &mut self.endpoints[endpoint].1[rank];
+        line.restarted = true;
         line.changed |= !Rc::ptr_eq(&line.process.manner, &process.manner);
         line.process = process;
     }
@@ -524,7 +528,11 @@ impl Fleet {
     fn expected(&self, at: (u16, usize), line: &Line, prompt: &Prefix, block: u32) -> (usize, usize) {
         let manner = &line.process.manner;
         let verdict = self.gateway.verdict(at);
-        if manner.block != block && !line.heard.mixed {
+        // A restart that no number showed: what is believed is of two processes.
+        if line.replay == Replay::None && line.heard.mixed || line.replay == Replay::Poor && line.restarted {
+            return (0, usize::MAX);
+        }
+        if manner.block != block {
             return (0, 0);
         }
         let held = |copies: &Copies| run(copies, &manner.groups, prompt);
@@ -535,9 +543,6 @@ impl Fleet {
             Verdict::Derived => manner.tells_salts(),
             Verdict::Believed | Verdict::Refused => false,
         };
-        if line.heard.mixed && line.replay == Replay::None {
-            return (0, usize::MAX);
-        }
         let least = match line.replay {
             _ if self.bounded || (prompt.salt > 0 && !found) => 0,
             _ if manner.secret && !manner.tells_salts() && (verdict != Verdict::Derived || block != RULE_BLOCK) => 0,

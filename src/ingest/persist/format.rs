@@ -4,7 +4,7 @@
 //! |---|---|
 //! | magic, version | 8, 4 |
 //! | identity: engine, endpoint, rank, block size, contract | texts with a length of 2, and 1, 4, 8 |
-//! | key space, its number (tokens or lookahead), its algorithm | 1, 4, text |
+//! | key space, lookahead or SGLang's form, tokens per block, algorithm | 1, 1, 4, text |
 //! | flags: has a last batch, history known from its beginning, tells cached tokens, unproven | 1 |
 //! | last batch: sequence, length, first bytes | 8, 8, 16 |
 //! | groups: how many, then each: id, medium, keys, and per key: key, copies | 4, 4, 1, 4, 8 + 4 |
@@ -17,6 +17,7 @@
 
 use std::num::NonZeroU32;
 
+use shards::block::sglang::EventFormat;
 use shards::block::vllm::Algorithm;
 use shards::block::{Contract, NoneHash};
 use shards::inventory::{Medium, Space};
@@ -32,8 +33,6 @@ const VERSION: u32 = 1;
 const MEDIA: [Medium; 3] = [Medium::Device, Medium::Cpu, Medium::Storage];
 /// Longest text of an identity.
 const TEXT_MAX: usize = 1024;
-/// Most tokens of lookahead that a file can say.
-const LOOKAHEAD_MAX: u8 = u8::MAX - 2;
 /// What a file has beside its keys, at most.
 const REST_MAX: usize = 64 * 1024;
 
@@ -80,6 +79,8 @@ pub(crate) enum KeptWay {
     Rule,
     /// By vLLM's keys with the rule's seed and another algorithm or lookahead.
     Vllm { algorithm: Algorithm, lookahead: u8, block_tokens: NonZeroU32 },
+    /// By SGLang's keys in another form.
+    Sglang { bigrams: bool, dynamo: bool, block_tokens: NonZeroU32 },
     /// By our own.
     Derived(NonZeroU32),
 }
@@ -90,9 +91,12 @@ impl KeptWay {
         match way {
             Way::Rule => Some(KeptWay::Rule),
             Way::Derived(block_tokens) => Some(KeptWay::Derived(block_tokens)),
-            Way::Engine(Space { contract: Contract::Vllm { none_hash, lookahead, .. }, block_tokens })
-                if lookahead <= LOOKAHEAD_MAX =>
-            {
+            Way::Engine(Space { contract: Contract::Sglang(contract), block_tokens }) => Some(KeptWay::Sglang {
+                bigrams: contract.bigrams,
+                dynamo: contract.format == EventFormat::Dynamo,
+                block_tokens,
+            }),
+            Way::Engine(Space { contract: Contract::Vllm { none_hash, lookahead, .. }, block_tokens }) => {
                 Some(KeptWay::Vllm { algorithm: none_hash.algorithm(), lookahead, block_tokens })
             }
             Way::Engine(_) | Way::Refused => None,
@@ -109,6 +113,11 @@ impl KeptWay {
                 let Contract::Vllm { tagging, .. } = Contract::vllm(none_hash) else { return None };
                 let contract = Contract::Vllm { none_hash, tagging, lookahead: *lookahead };
                 Some(Way::Engine(Space { contract, block_tokens: *block_tokens }))
+            }
+            (KeptWay::Sglang { bigrams, dynamo, block_tokens }, Some(Believed::Sglang(rule))) => {
+                let format = if *dynamo { EventFormat::Dynamo } else { EventFormat::Default };
+                let live = rule.with(*bigrams, format);
+                Some(Way::Engine(Space { contract: Contract::Sglang(live), block_tokens: *block_tokens }))
             }
             _ => None,
         }
@@ -169,12 +178,15 @@ pub(super) fn encode(identity: &Identity, image: &Image) -> Vec<u8> {
     bytes.push(identity.rank);
     bytes.extend_from_slice(&identity.block_tokens.to_le_bytes());
     bytes.extend_from_slice(&identity.contract.to_le_bytes());
-    let (space, number, algorithm) = match &image.way {
-        KeptWay::Rule => (0, 0, ""),
-        KeptWay::Derived(block_tokens) => (1, block_tokens.get(), ""),
-        KeptWay::Vllm { algorithm, lookahead, block_tokens } => (2 + *lookahead, block_tokens.get(), algorithm.name()),
+    let (space, form, number, algorithm) = match &image.way {
+        KeptWay::Rule => (0, 0, 0, ""),
+        KeptWay::Derived(block_tokens) => (1, 0, block_tokens.get(), ""),
+        KeptWay::Vllm { algorithm, lookahead, block_tokens } => (2, *lookahead, block_tokens.get(), algorithm.name()),
+        KeptWay::Sglang { bigrams, dynamo, block_tokens } => {
+            (3, u8::from(*bigrams) | u8::from(*dynamo) << 1, block_tokens.get(), "")
+        }
     };
-    bytes.push(space);
+    bytes.extend_from_slice(&[space, form]);
     bytes.extend_from_slice(&number.to_le_bytes());
     put_text(&mut bytes, algorithm);
     let flags = [image.last.is_some(), image.whole, image.tells_cached, image.unproven];
@@ -292,15 +304,19 @@ impl<'a> Bytes<'a> {
     }
 
     fn way(&mut self) -> Option<KeptWay> {
-        let (space, number, algorithm) = (self.u8()?, self.u32()?, self.text()?);
+        let (space, form, number, algorithm) = (self.u8()?, self.u8()?, self.u32()?, self.text()?);
         Some(match space {
             0 => KeptWay::Rule,
             1 => KeptWay::Derived(NonZeroU32::new(number)?),
-            more => KeptWay::Vllm {
+            2 => KeptWay::Vllm {
                 algorithm: Algorithm::parse(algorithm)?,
-                lookahead: more - 2,
+                lookahead: form,
                 block_tokens: NonZeroU32::new(number)?,
             },
+            3 if form < 4 => {
+                KeptWay::Sglang { bigrams: form & 1 > 0, dynamo: form & 2 > 0, block_tokens: NonZeroU32::new(number)? }
+            }
+            _ => return None,
         })
     }
 
@@ -372,7 +388,12 @@ mod tests {
         let way = prop_oneof![
             Just(KeptWay::Rule),
             size().prop_map(KeptWay::Derived),
-            (size(), 0_u8..3, prop::sample::select(Algorithm::ALL.to_vec()))
+            (size(), any::<(bool, bool)>()).prop_map(|(block_tokens, (bigrams, dynamo))| KeptWay::Sglang {
+                bigrams,
+                dynamo,
+                block_tokens
+            }),
+            (size(), any::<u8>(), prop::sample::select(Algorithm::ALL.to_vec()))
                 .prop_map(|(block_tokens, lookahead, algorithm)| KeptWay::Vllm { algorithm, lookahead, block_tokens }),
         ];
         let keys = || prop::collection::vec((any::<u64>(), any::<u32>()), 0..20);

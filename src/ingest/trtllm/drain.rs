@@ -16,7 +16,6 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::HashSet;
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,7 +31,7 @@ use crate::rules::EngineToken;
 use super::super::poller::Waker;
 use super::admission::{Admission, judge, unauthorized};
 use super::http::{Client, Failure, Question};
-use super::json::Drained;
+use super::json::{Drained, RANKS_MAX};
 use super::ownership::{Owner, Ownership};
 use super::state::{Continuity, Op, State, Tally};
 
@@ -51,6 +50,9 @@ const SLICE: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 * 1024;
 /// Blocks linked per engine, whatever is asked for.
 const KEYS_MAX: usize = 2_000_000;
+
+/// A bit of a number for each rank.
+const _: () = assert!(RANKS_MAX <= u64::BITS as usize);
 
 /// What to drain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -323,15 +325,18 @@ impl Runner {
 
     /// Applies an answer and hands over what follows from it.
     fn take(&mut self, drained: &Drained) -> Result<Owner, Stop> {
-        let (mut ops, mut gap) = (Vec::new(), false);
-        let mut ranks = HashSet::new();
+        let mut ops = Vec::new();
+        let (mut ranks, mut missing) = (0_u64, 0_u64);
         for event in &drained.events {
-            let first = ranks.insert(event.rank);
+            let rank = 1 << event.rank;
             let continuity = self.state.apply(event, &mut |op| ops.push(op));
-            gap |= first && matches!(continuity, Continuity::Lost(_));
+            if ranks & rank == 0 && matches!(continuity, Continuity::Lost(_)) {
+                missing |= rank;
+            }
+            ranks |= rank;
         }
         drained.rejects.iter().for_each(|why| self.state.reject(*why));
-        let owner = self.ownership.answered(self.started.elapsed(), drained.events.len(), gap);
+        let owner = self.ownership.answered(self.started.elapsed(), drained.events.len(), ranks, missing);
         let tally = *self.state.tally();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         self.note(|report| {
@@ -340,7 +345,7 @@ impl Runner {
             if !drained.events.is_empty() {
                 report.event_ms = now;
             }
-            report.ownership_faults += u64::from(gap && owner != Owner::We);
+            report.ownership_faults += u64::from(missing != 0 && owner != Owner::We);
             report.tally = tally;
         });
         let eligible = owner != Owner::Other;
