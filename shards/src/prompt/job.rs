@@ -158,7 +158,21 @@ impl<'a> Job<'a> {
         keying: Keying<'_>,
         cache: &mut PrefixCache,
     ) -> Result<Self, MissReason> {
-        let Prompt { source, truncation } = Prompt::of(api, view, model, rendering)?;
+        let prompt = Prompt::of(api, view, model, rendering)?;
+        let job = Job::of_prompt(prompt, view, model, rendering, keying, cache)?;
+        let is_chat = matches!(api, Api::ChatCompletions | Api::Responses | Api::Messages);
+        Ok(Job { is_chat: is_chat && rendering.template.is_none(), ..job })
+    }
+
+    fn of_prompt(
+        prompt: Prompt<'a>,
+        view: &BodyView<'a>,
+        model: &Arc<Model>,
+        rendering: Rendering<'_>,
+        keying: Keying<'_>,
+        cache: &mut PrefixCache,
+    ) -> Result<Self, MissReason> {
+        let Prompt { source, truncation } = prompt;
         let prefix = match source {
             PromptSource::Text { special: true, .. } | PromptSource::Chat { special: true, .. } => {
                 model.prefix(rendering.add_bos)
@@ -176,7 +190,7 @@ impl<'a> Job<'a> {
         let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
         Ok(Job {
             model: Arc::clone(model),
-            is_chat: api == Api::ChatCompletions && rendering.template.is_none(),
+            is_chat: false,
             source,
             memory,
             strides,
@@ -192,6 +206,22 @@ impl<'a> Job<'a> {
             tokens: mark.tokens,
             bytes_done: mark.at as u64,
         })
+    }
+
+    /// Begins with ids that are the prompt of the request: a JSON list after its bracket. What the body says of its
+    /// prompt is not looked at.
+    ///
+    /// # Errors
+    /// The reason why the prompt cannot be keyed.
+    pub fn of_ids(
+        list: &'a str,
+        view: &BodyView<'a>,
+        model: &Arc<Model>,
+        rendering: Rendering<'_>,
+        keying: Keying<'_>,
+    ) -> Result<Self, MissReason> {
+        let prompt = Prompt { source: PromptSource::Ids(list), truncation: None };
+        Job::of_prompt(prompt, view, model, rendering, keying, &mut PrefixCache::new(0))
     }
 
     /// Makes the keys of another contract too. Only for a job that began without a cache and before its first slice:

@@ -65,16 +65,15 @@ pub async fn exchange(proxy: &Proxy, client: &mut Client, request: Request, list
 async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Routes, local: &LocalService) -> Next {
     let stats = local.service.shared.stats_of(proxy.id);
     let view = RequestView::new(&request.head, &request.bytes);
-    let score =
-        match client.guard(None, score::score(local, &routes.models, &proxy.prefixes, &view, &proxy.ticket)).await {
-            Ok(score) => score,
-            Err(interrupt) => {
-                if interrupt == Interrupt::ClientGone {
-                    count(&stats.client_gone);
-                }
-                return Next::Close;
+    let score = match client.guard(None, score::score(proxy, local, &routes.models, &view)).await {
+        Ok(score) => score,
+        Err(interrupt) => {
+            if interrupt == Interrupt::ClientGone {
+                count(&stats.client_gone);
             }
-        };
+            return Next::Close;
+        }
+    };
     let resendable = is_resendable(&view);
     // Asked now: the head is edited before it is sent.
     let api = Api::of(view.method(), view.path());

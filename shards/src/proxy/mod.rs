@@ -11,6 +11,8 @@
 //! ```
 
 mod answer;
+mod ask;
+mod asked;
 mod client;
 mod exchange;
 mod models;
@@ -53,6 +55,7 @@ pub struct Proxy {
     buffers: Buffers,
     ticket: Ticket,
     prefixes: RefCell<PrefixCache>,
+    asked: Rc<asked::Asked>,
     draining: Cell<bool>,
 }
 
@@ -71,6 +74,7 @@ impl Proxy {
             buffers: Buffers::default(),
             ticket: Ticket::new(),
             prefixes,
+            asked: Rc::default(),
             draining: Cell::new(false),
         }
     }

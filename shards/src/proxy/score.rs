@@ -3,18 +3,19 @@
 
 use std::cell::RefCell;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use crate::block::Contract;
 use crate::block::vllm::Tagging;
-use crate::executor::Ticket;
 use crate::ids::{BlockKey, EndpointIndex};
 use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
-use crate::prompt::{Api, BodyView, Job, Keying, ModelTable, PrefixCache, Step};
+use crate::prompt::{Api, BodyView, Job, Keying, Model, ModelTable, PrefixCache, Question, Rendering, Step};
 use crate::route::Evidence;
-use crate::service::{KvExact, MissReason, Service};
+use crate::service::{Engine, EngineRender, KvExact, MissReason, Service};
 use crate::usage::{Statement, Usage};
 
+use super::Proxy;
 use super::routes::{LocalService, RequestView};
 
 /// What is known of a request's prompt.
@@ -120,26 +121,42 @@ impl Score {
 }
 
 /// Scores the request's prompt, giving way between slices. Dropping it stops the work.
-pub async fn score(
-    local: &LocalService,
-    models: &ModelTable,
-    prefixes: &RefCell<PrefixCache>,
-    request: &RequestView<'_>,
-    ticket: &Ticket,
-) -> Score {
+pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, request: &RequestView<'_>) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
-    let ticket = ticket.take().await;
+    let mut ticket = proxy.ticket.take().await;
     // The whole body is looked through here, the whole chat rendered below; each is a slice of its own.
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
     ticket.breathe().await;
+    let prompt = match Prompt::of(api, &local.service, kv, models, body, request) {
+        Ok(prompt) => prompt,
+        Err(reason) => return Score::Miss(reason),
+    };
     let forms = forms(kv, body, request);
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
     let others_hold = has_other_spaces(reader) || forms.len() > 1;
     let begun = if others_hold {
-        begin(api, &local.service, kv, models, body, request, &mut PrefixCache::new(0))
+        prompt.begin(&mut PrefixCache::new(0))
     } else {
-        begin(api, &local.service, kv, models, body, request, &mut prefixes.borrow_mut())
+        prompt.begin(&mut proxy.prefixes.borrow_mut())
+    };
+    let list;
+    let begun = match begun.map_err(|reason| (reason, prompt.question(kv, reason))) {
+        Ok(job) => Ok(job),
+        Err((reason, None)) => Err(reason),
+        Err((reason, Some(question))) => {
+            // The engine is waited for without the right to work.
+            drop(ticket);
+            let told = proxy.asked.ids(local, request, question).await;
+            ticket = proxy.ticket.take().await;
+            match told {
+                Some(told) => {
+                    list = told;
+                    prompt.of_ids(&list)
+                }
+                None => Err(reason),
+            }
+        }
     };
     let mut job = match begun {
         Ok(job) => job,
@@ -148,7 +165,7 @@ pub async fn score(
     ticket.breathe().await;
     let others = if others_hold { other_walks(&mut job, reader, kv, &forms) } else { Vec::new() };
     let own = InSpace::new(SpaceIndex::OWN, None);
-    let mut work = Work { job: Some(job), own, others, prefixes };
+    let mut work = Work { job: Some(job), own, others, prefixes: &proxy.prefixes };
     loop {
         match work.slice(reader) {
             Ok(None) => ticket.breathe().await,
@@ -158,26 +175,61 @@ pub async fn score(
     }
 }
 
-fn begin<'a>(
+/// A request's prompt before work on it begins.
+struct Prompt<'a> {
     api: Api,
-    service: &Service,
-    kv: &KvExact,
-    models: &ModelTable,
-    body: &BodyView<'a>,
-    request: &RequestView<'_>,
-    prefixes: &mut PrefixCache,
-) -> Result<Job<'a>, MissReason> {
-    // The engine reads the body's model; the header only chooses the rule.
-    let named = body.model.as_deref().or_else(|| request.model());
-    // `/generate` names none: then it is the rule's.
-    let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
-    let adapter = kv.adapters.get(model);
-    let base = adapter.map_or(model, |adapter| &adapter.base);
-    let model = models.lookup(base).ready()?;
-    let lora = adapter.map(|adapter| &adapter.lora);
-    let rendering = kv.rendering(service.engine);
-    let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
-    Job::of_view(api, body, model, rendering, keying, prefixes)
+    body: &'a BodyView<'a>,
+    model: &'a Arc<Model>,
+    rendering: Rendering<'a>,
+    keying: Keying<'a>,
+}
+
+impl<'a> Prompt<'a> {
+    fn of(
+        api: Api,
+        service: &'a Service,
+        kv: &'a KvExact,
+        models: &'a ModelTable,
+        body: &'a BodyView<'a>,
+        request: &RequestView<'_>,
+    ) -> Result<Self, MissReason> {
+        // The engine reads the body's model; the header only chooses the rule.
+        let named = body.model.as_deref().or_else(|| request.model());
+        // `/generate` names none: then it is the rule's.
+        let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
+        let adapter = kv.adapters.get(model);
+        let base = adapter.map_or(model, |adapter| &adapter.base);
+        let model = models.lookup(base).ready()?;
+        let lora = adapter.map(|adapter| &adapter.lora);
+        let rendering = kv.rendering(service.engine);
+        let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
+        Ok(Prompt { api, body, model, rendering, keying })
+    }
+
+    fn begin(&self, prefixes: &mut PrefixCache) -> Result<Job<'a>, MissReason> {
+        Job::of_view(self.api, self.body, self.model, self.rendering, self.keying, prefixes)
+    }
+
+    /// Begins with the ids that an engine made.
+    fn of_ids<'i>(&self, list: &'i str) -> Result<Job<'i>, MissReason>
+    where
+        'a: 'i,
+    {
+        Job::of_ids(list, self.body, self.model, self.rendering, self.keying)
+    }
+
+    /// What an engine may be asked instead, where only it knows the text.
+    fn question(&self, kv: &KvExact, reason: MissReason) -> Option<Question> {
+        let way = kv.engine_render?;
+        if !matches!(reason, MissReason::EngineRendered | MissReason::TemplateMissing) {
+            return None;
+        }
+        // Before vLLM 0.33 `/tokenize` renders them by a template, unlike its chats.
+        if way == EngineRender::Tokenize && self.model.is_harmony() && self.rendering.engine == Engine::Vllm {
+            return None;
+        }
+        Question::of(self.api, self.body, self.rendering.engine, way)
+    }
 }
 
 /// Whether some holder's keys are not the rule's.
