@@ -6,18 +6,17 @@
 //! first slice), and the longest slice of texts that are hard to cut. Median of the rounds, one thread.
 
 use std::fmt::Write;
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use loadgen::assets::{self, DEMO_MODEL};
 use loadgen::workload::Random;
 use serde_json::{Value, json};
 use shards::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
-use shards::prompt::{Api, BodyView, Job, Keying, Model, ModelFiles, PrefixCache, Step, slug};
+use shards::prompt::{Api, BodyView, Job, Keying, Model, PrefixCache, Step};
 
 use crate::e2e::bodies::{CONVERSATIONS, Conversations};
+use crate::files::ModelArgs;
 
 /// Setup of the run.
 #[derive(Clone, Debug, clap::Args)]
@@ -28,15 +27,9 @@ pub struct Args {
     /// Bytes of a request's body
     #[arg(long, value_delimiter = ',', default_values_t = [16 * 1024, 128 * 1024, 500_000])]
     pub sizes: Vec<usize>,
-    /// Directory with the model's tokenizer; default: the demo's
-    #[arg(long, requires = "model", value_name = "DIR")]
-    pub tokenizers: Option<PathBuf>,
-    /// Model named in the requests
-    #[arg(long, default_value = DEMO_MODEL)]
-    pub model: String,
-    /// Chat template that overrides the model's own
-    #[arg(long, value_name = "FILE")]
-    pub template: Option<PathBuf>,
+    /// Tokenizer and template
+    #[command(flatten)]
+    pub model: ModelArgs,
     /// Bytes of the prefix cache
     #[arg(long, default_value_t = 256 * 1024 * 1024)]
     pub cache_bytes: usize,
@@ -70,25 +63,7 @@ struct Bench {
 
 impl Bench {
     fn new(args: &Args) -> anyhow::Result<Self> {
-        let slug = slug(&args.model).context("--model: not a model's name")?;
-        let mut files = ModelFiles { slug: slug.clone(), ..ModelFiles::default() };
-        match &args.tokenizers {
-            None => {
-                files.tokenizer = assets::DEMO_TOKENIZER.to_owned();
-                files.config = Some(assets::DEMO_TOKENIZER_CONFIG.to_owned());
-            }
-            Some(directory) => {
-                let path = directory.join(&slug);
-                let read = |name: &str| std::fs::read_to_string(path.join(name));
-                files.tokenizer = read("tokenizer.json").with_context(|| format!("{}", path.display()))?;
-                files.config = read("tokenizer_config.json").ok();
-                files.template = read("chat_template.jinja").ok();
-            }
-        }
-        if let Some(path) = &args.template {
-            files.template = Some(std::fs::read_to_string(path).with_context(|| format!("{}", path.display()))?);
-        }
-        let model = Arc::new(Model::load(&files, SystemTime::now)?);
+        let model = args.model.load()?;
         let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED));
         Ok(Bench { model, contract, cache: PrefixCache::new(args.cache_bytes) })
     }
@@ -166,7 +141,7 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
     let mut text = format!(
         "model {}, {} requests, cache {} bytes; µs, median (longest slice: of all)\n\
          {:<28} {:>9} {:>10} {:>8} {:>9} {:>9} {:>8} {:>8} {:>10}\n",
-        args.model,
+        args.model.model,
         args.requests,
         args.cache_bytes,
         "",
@@ -194,7 +169,7 @@ fn body_of(request: &[u8]) -> anyhow::Result<&[u8]> {
 }
 
 fn sized(bench: &mut Bench, args: &Args, bytes: usize, text: &mut String) -> anyhow::Result<()> {
-    let conversations = Conversations::new(&args.model, bytes);
+    let conversations = Conversations::new(&args.model.model, bytes);
     let mut random = Random::new(11);
     let (mut cold, mut same) = (Vec::new(), Vec::new());
     bench.cache = PrefixCache::new(args.cache_bytes);
@@ -236,7 +211,7 @@ fn push(chat: &mut Value, role: &str, random: &mut Random, bytes: usize) {
 /// One conversation turn by turn; what is printed is the median of 16 turns around each size.
 fn turns(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()> {
     let mut random = Random::new(5);
-    let mut chat = json!({ "model": args.model, "messages": [] });
+    let mut chat = json!({ "model": args.model.model, "messages": [] });
     push(&mut chat, "system", &mut random, 2_000);
     push(&mut chat, "user", &mut random, 200);
     let mut seen = Vec::new();
@@ -264,9 +239,9 @@ fn long(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()>
             for _ in 0..20 {
                 let prompt = loadgen::workload::words::text_of_bytes(&mut random, bytes);
                 let body = match api {
-                    Api::Completions => json!({ "model": args.model, "prompt": prompt }),
+                    Api::Completions => json!({ "model": args.model.model, "prompt": prompt }),
                     Api::ChatCompletions => {
-                        json!({ "model": args.model, "messages": [{ "role": "user", "content": prompt }] })
+                        json!({ "model": args.model.model, "messages": [{ "role": "user", "content": prompt }] })
                     }
                 };
                 seen.push(bench.request(api, body.to_string().as_bytes(), 1)?);
@@ -285,7 +260,7 @@ fn long(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()>
         ("CJK, no punctuation", cjk),
         ("base64", base64),
     ] {
-        let body = json!({ "model": args.model, "prompt": prompt }).to_string();
+        let body = json!({ "model": args.model.model, "prompt": prompt }).to_string();
         bench.cache = PrefixCache::new(args.cache_bytes);
         let parts = bench.request(Api::Completions, body.as_bytes(), usize::MAX)?;
         line(text, &format!("{} B {what}", args.long), &parts, None);
@@ -304,9 +279,7 @@ mod tests {
         let args = Args {
             requests: 8,
             sizes: vec![4_000],
-            tokenizers: None,
-            model: DEMO_MODEL.into(),
-            template: None,
+            model: crate::files::demo(),
             cache_bytes: 16 << 20,
             long: 20_000,
         };

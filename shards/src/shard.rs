@@ -23,6 +23,7 @@ use crate::executor::{self, Meter, Refusal, Ring, Rung, pin, visit_ns};
 use crate::ids::ShardId;
 use crate::limits::Limits;
 use crate::load::LoadTable;
+use crate::prompt::SharedPrefixStats;
 use crate::proxy::{Proxy, SWEEP_EVERY};
 use crate::service::Tables;
 
@@ -133,6 +134,8 @@ pub struct ShardStatus {
     pub connections_open: AtomicU64,
     /// Client connections accepted so far.
     pub connections_accepted: AtomicU64,
+    /// What it remembers of prompts, as of the last sweep.
+    pub prompts: SharedPrefixStats,
     /// The thread's runtime unwound: the shard serves nothing any more and must be replaced.
     failed: AtomicBool,
 }
@@ -236,6 +239,7 @@ pub fn spawn(options: ShardOptions) -> Result<ShardHandle, ShardError> {
         meter: Arc::default(),
         connections_open: AtomicU64::new(0),
         connections_accepted: AtomicU64::new(0),
+        prompts: SharedPrefixStats::default(),
         failed: AtomicBool::new(false),
     });
     let queue = Arc::new(Queue { commands: ArrayQueue::new(COMMANDS_MAX), waker: OnceLock::new() });
@@ -318,6 +322,7 @@ async fn serve(shard: Rc<Shard>, queue: Arc<Queue>) {
             monoio::time::sleep(SWEEP_EVERY).await;
             sweeper.proxy.sweep().await;
             sweeper.status.connections_open.store(sweeper.proxy.connections() as u64, Ordering::Relaxed);
+            sweeper.status.prompts.store(sweeper.proxy.prompt_stats());
         }
     });
     loop {

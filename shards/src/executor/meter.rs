@@ -15,8 +15,8 @@ use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Instant;
 
-/// Buckets of [`Meter::gaps`].
-pub const GAP_BUCKETS: usize = 24;
+/// Buckets of [`Meter::gaps`]: four to a power of two, up to 8 s.
+pub const GAP_BUCKETS: usize = 4 * 22;
 
 /// What one shard's executor shows to other threads; written by the shard alone.
 #[derive(Debug, Default)]
@@ -25,7 +25,8 @@ pub struct Meter {
     pub visits: AtomicU64,
     /// Longest gap between two visits so far, nanoseconds.
     pub gap_max_ns: AtomicU64,
-    /// Gaps by length: bucket `i` counts those below `2^i` µs (and not below half of that); the last one is open.
+    /// Gaps by length: bucket `i` counts those below [`bucket_end_us`] of `i` (and not below that of the one before); the
+    /// last one is open.
     pub gaps: [AtomicU64; GAP_BUCKETS],
     /// Tasks that ended by a panic.
     pub panics: AtomicU64,
@@ -54,16 +55,33 @@ impl Meter {
         for (bucket, count) in counts.iter().enumerate() {
             seen += count;
             if seen >= wanted {
-                return 1 << bucket;
+                return bucket_end_us(bucket);
             }
         }
-        1 << (GAP_BUCKETS - 1)
+        bucket_end_us(GAP_BUCKETS - 1)
     }
+
+    /// Forgets the gaps so far. For measurements: a gap recorded at the same moment may be lost or kept.
+    pub fn reset(&self) {
+        self.gap_max_ns.store(0, Ordering::Relaxed);
+        self.gaps.iter().for_each(|gap| gap.store(0, Ordering::Relaxed));
+    }
+}
+
+/// Where a bucket ends, µs: 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 …
+#[must_use]
+pub fn bucket_end_us(bucket: usize) -> u64 {
+    let (octave, quarter) = (bucket / 4, bucket as u64 % 4);
+    if octave == 0 { quarter + 1 } else { (5 + quarter) << (octave - 1) }
 }
 
 fn bucket_of(gap_ns: u64) -> usize {
     let us = gap_ns / 1_000;
-    ((64 - us.leading_zeros()) as usize).min(GAP_BUCKETS - 1)
+    let octave = us.max(4).ilog2() as usize - 2;
+    if us < 4 {
+        return us as usize;
+    }
+    (4 * (octave + 1) + (us >> octave) as usize - 4).min(GAP_BUCKETS - 1)
 }
 
 struct Local {
@@ -223,12 +241,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gaps_fall_into_powers_of_two_of_microseconds() {
-        assert_eq!(bucket_of(0), 0);
-        assert_eq!(bucket_of(999), 0);
-        assert_eq!(bucket_of(1_000), 1);
-        assert_eq!(bucket_of(999_000), 10);
-        assert_eq!(bucket_of(1_024_000), 11);
+    fn gaps_fall_into_quarters_of_powers_of_two_of_microseconds() {
+        for us in (0..5_000).chain([65_535, 65_536, 999_999, 7_000_000]) {
+            let bucket = bucket_of(us * 1_000 + 999);
+            assert!(us < bucket_end_us(bucket), "{us}");
+            assert!(bucket == 0 || us >= bucket_end_us(bucket - 1), "{us}");
+            assert!(bucket_end_us(bucket) <= us + us / 4 + 1, "{us}: bucket ends at {}", bucket_end_us(bucket));
+        }
         assert_eq!(bucket_of(u64::MAX), GAP_BUCKETS - 1);
     }
 
@@ -240,9 +259,9 @@ mod tests {
             meter.record(10_000);
         }
         meter.record(5_000_000);
-        assert_eq!(meter.gap_us_at(0.5), 16);
-        assert_eq!(meter.gap_us_at(0.999), 16);
-        assert_eq!(meter.gap_us_at(1.0), 8192);
+        assert_eq!(meter.gap_us_at(0.5), 12);
+        assert_eq!(meter.gap_us_at(0.999), 12);
+        assert_eq!(meter.gap_us_at(1.0), 5_120);
         assert_eq!(meter.gap_max_ns.load(Ordering::Relaxed), 5_000_000);
     }
 }

@@ -7,6 +7,7 @@
 //! A *visit* is one turn of the driver in which completions are reaped or timers fired. monoio has no hook for it, so
 //! [`meter`] sees it from the wakes it causes: a wake that comes while no task runs comes from the driver.
 
+pub mod aside;
 pub mod meter;
 pub mod pin;
 pub mod read_ahead;
@@ -17,6 +18,7 @@ mod turn;
 use std::future::Future;
 use std::sync::Arc;
 
+pub use aside::Aside;
 pub use meter::{Meter, now_ns, over_budget, visit_ns, visits};
 pub use read_ahead::{End, ReadAhead};
 pub use ring::{Refusal, Ring, Rung};

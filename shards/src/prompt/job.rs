@@ -266,6 +266,9 @@ impl<'a> Job<'a> {
 
     /// Ends the work and lets the cache remember what was done, finished or not.
     pub fn remember(self, cache: &mut PrefixCache) {
+        if let Source::Unbroken { bytes } = self.source {
+            cache.note_unbroken(bytes);
+        }
         if !self.strides.is_empty() {
             cache.put(self.memory, self.strides);
         }

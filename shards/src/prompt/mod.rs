@@ -18,6 +18,7 @@ mod prefix_cache;
 mod pyvalue;
 mod recall;
 mod regrow;
+mod scan;
 mod slices;
 mod source;
 mod table;
@@ -26,11 +27,11 @@ mod tokenizer;
 #[cfg(test)]
 mod vectors;
 
-pub use body::BodyView;
+pub use body::{BodyScan, BodyView};
 pub use content_format::ContentFormat;
 pub use job::{Job, Keying, SLICE_BYTES, Step};
 pub use model::{Model, ModelError, ModelFiles, TemplateOrigin};
-pub use prefix_cache::{PREFIX_CACHE_BYTES, PrefixCache, PrefixStats};
+pub use prefix_cache::{PREFIX_CACHE_BYTES, PrefixCache, PrefixStats, SharedPrefixStats};
 pub use table::{Entry, Lookup, ModelTable, SLUG_BYTES_MAX, slug};
 pub use template::{Template, TemplateError};
 pub use tokenizer::{Tokenizer, TokenizerError};

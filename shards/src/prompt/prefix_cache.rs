@@ -4,6 +4,7 @@
 //! use by one job at a time; bytes held never exceed the bound once a memory is put back.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use xxhash_rust::xxh3;
 
@@ -40,6 +41,81 @@ pub struct PrefixStats {
     pub checked: u64,
     /// Comparisons that failed; each ends this way for its template.
     pub differences: u64,
+    /// Prompts whose keys end early because no place to cut was found for too long.
+    pub unbroken: u64,
+    /// Bytes of such prompts that have no keys.
+    pub unbroken_bytes: u64,
+}
+
+/// The same for other threads to see: written by the shard now and then, figure by figure.
+#[derive(Debug, Default)]
+pub struct SharedPrefixStats([AtomicU64; 11]);
+
+impl SharedPrefixStats {
+    /// Shows what a cache has done.
+    pub fn store(&self, stats: PrefixStats) {
+        // Every figure is named here, so that a new one cannot be forgotten.
+        let PrefixStats {
+            bytes,
+            prompts,
+            hits,
+            misses,
+            hit_bytes,
+            evictions,
+            regrown,
+            checked,
+            differences,
+            unbroken,
+            unbroken_bytes,
+        } = stats;
+        let figures = [
+            bytes,
+            prompts,
+            hits,
+            misses,
+            hit_bytes,
+            evictions,
+            regrown,
+            checked,
+            differences,
+            unbroken,
+            unbroken_bytes,
+        ];
+        for (place, figure) in self.0.iter().zip(figures) {
+            place.store(figure, Ordering::Relaxed);
+        }
+    }
+
+    /// What was shown last.
+    #[must_use]
+    pub fn load(&self) -> PrefixStats {
+        let [
+            bytes,
+            prompts,
+            hits,
+            misses,
+            hit_bytes,
+            evictions,
+            regrown,
+            checked,
+            differences,
+            unbroken,
+            unbroken_bytes,
+        ] = self.0.each_ref().map(|figure| figure.load(Ordering::Relaxed));
+        PrefixStats {
+            bytes,
+            prompts,
+            hits,
+            misses,
+            hit_bytes,
+            evictions,
+            regrown,
+            checked,
+            differences,
+            unbroken,
+            unbroken_bytes,
+        }
+    }
 }
 
 /// Prompts that a shard has seen lately, bounded in bytes. Beyond the bound those not used for longest go, about.
@@ -152,6 +228,12 @@ impl PrefixCache {
     /// The memory in a slot that was just found.
     pub(super) fn at(&self, slot: u32) -> Option<&Memory> {
         self.slots.get(slot as usize)?.as_ref().map(|slot| &*slot.memory)
+    }
+
+    /// Counts a prompt of which so many bytes have no keys, because no place to cut was found for too long.
+    pub(super) fn note_unbroken(&mut self, bytes: usize) {
+        self.stats.unbroken += 1;
+        self.stats.unbroken_bytes += bytes as u64;
     }
 
     /// Remembers a prompt.

@@ -31,7 +31,7 @@ use crate::executor::{Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
 use crate::load::LoadTable;
-use crate::prompt::PrefixCache;
+use crate::prompt::{PrefixCache, PrefixStats};
 use crate::service::Tables;
 
 pub use client::is_ours;
@@ -112,6 +112,12 @@ impl Proxy {
     #[must_use]
     pub fn connections(&self) -> usize {
         self.connections.count()
+    }
+
+    /// What is remembered of prompts, and what came of it.
+    #[must_use]
+    pub fn prompt_stats(&self) -> PrefixStats {
+        self.prefixes.borrow().stats()
     }
 
     /// From now on idle connections are closed and the others after an answer that says so: the one they are at, or, if

@@ -88,8 +88,8 @@ pub async fn score(
 ) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
+    request.look_through(ticket).await;
     let ticket = ticket.take().await;
-    // The whole body is looked through here, the whole chat rendered below; each is a slice of its own.
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
     ticket.breathe().await;
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
