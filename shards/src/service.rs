@@ -114,6 +114,10 @@ pub struct KvExact {
     pub adapters: HashMap<Box<str>, Adapter>,
     /// Chat template file's text that overrides the model's own (`kvChatTemplate`), if the rule names one.
     pub chat_template: Option<Arc<str>>,
+    /// Template arguments the engines were started with (`kvChatTemplateKwargs`): a JSON object that has been checked.
+    pub chat_template_kwargs: Option<Arc<str>>,
+    /// Whether engines put a BOS token before texts (`kvAddBos`); none = as the model's files say.
+    pub add_bos: Option<bool>,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -213,6 +217,14 @@ pub enum MissReason {
     Template,
     /// The prompt could not be understood (shape, encoding).
     Tokenize,
+    /// Engines render this model's chats in code, not by a template.
+    EngineRendered,
+    /// Media or embeddings stand before the first certain block.
+    Media,
+    /// The prompt continues something that only the engine has stored.
+    Stored,
+    /// The prompt is too large to be read in slices, and the thread that reads such prompts is busy.
+    Busy,
     /// The request's adapter, salt or other extra cannot be keyed under the engines' contract.
     Extras,
     /// The prompt has no full block.
@@ -227,7 +239,7 @@ pub enum MissReason {
 
 impl MissReason {
     /// Every reason, in the order of the counters.
-    pub const ALL: [MissReason; 13] = [
+    pub const ALL: [MissReason; 17] = [
         MissReason::ModeOff,
         MissReason::TextEmpty,
         MissReason::ModelEmpty,
@@ -236,6 +248,10 @@ impl MissReason {
         MissReason::TemplateMissing,
         MissReason::Template,
         MissReason::Tokenize,
+        MissReason::EngineRendered,
+        MissReason::Media,
+        MissReason::Stored,
+        MissReason::Busy,
         MissReason::Extras,
         MissReason::Hashes,
         MissReason::NoWorker,
@@ -255,6 +271,10 @@ impl MissReason {
             MissReason::TemplateMissing => "template_missing",
             MissReason::Template => "template",
             MissReason::Tokenize => "tokenize",
+            MissReason::EngineRendered => "engine_rendered",
+            MissReason::Media => "media",
+            MissReason::Stored => "stored",
+            MissReason::Busy => "busy",
             MissReason::Extras => "extras",
             MissReason::Hashes => "hashes",
             MissReason::NoWorker => "no_worker",

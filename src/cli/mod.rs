@@ -1,10 +1,13 @@
-//! The command line: `kvlane serve`, `kvlane check` and `kvlane hash`.
+//! The command line: `kvlane serve`, `kvlane check`, `kvlane render`, `kvlane explain` and `kvlane hash`.
 //!
 //! Exit codes: 0 = it went right, 1 = the answer is "no" (a file with problems, a gateway that cannot start),
 //! 2 = the command itself was wrong.
 
 mod check;
 mod descriptors;
+mod explain;
+mod inquiry;
+mod render;
 mod serve;
 
 use std::ffi::OsString;
@@ -44,6 +47,10 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Print the text or the token ids that an engine makes of the request on standard input.
+    Render(render::RenderArgs),
+    /// Print what the gateway makes of a request: service, text, ids, keys, who holds them, and the decision.
+    Explain(explain::ExplainArgs),
     /// Print the block keys of token ids by an engine's contract; the ids come as a JSON array on standard input.
     Hash(HashArgs),
 }
@@ -63,6 +70,8 @@ pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
         Ok(arguments) => match arguments.command {
             Command::Serve { config } => serve::serve(config.as_deref()),
             Command::Check { file, json } => check::check(&file, json),
+            Command::Render(arguments) => render::render(&arguments),
+            Command::Explain(arguments) => explain::explain(&arguments),
             Command::Hash(arguments) => hash(&arguments),
         },
         Err(error) => {
@@ -90,6 +99,13 @@ fn hash(arguments: &HashArgs) -> Outcome {
             if matches!(error, HashError::Io(_)) { Outcome::No } else { Outcome::Usage }
         }
     }
+}
+
+/// Lets the prompt path say on standard error why it refuses a request: the reason's name alone helps little.
+fn say_why_prompts_are_refused() {
+    let to_stderr = tracing_subscriber::fmt().with_writer(std::io::stderr).without_time().with_target(false);
+    // A subscriber that is there already shows them in its own way.
+    let _ = to_stderr.with_env_filter("off,shards::prompt=debug").try_init();
 }
 
 /// The environment's defaults of rules.

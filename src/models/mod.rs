@@ -123,6 +123,20 @@ impl Control {
     }
 }
 
+/// Reads one model on the calling thread, for commands that run without a gateway.
+///
+/// # Errors
+/// A text that names the file and what is wrong with it.
+pub fn load_now(directory: &Path, model: &str) -> Result<Arc<Model>, String> {
+    let slug = slug(model).ok_or_else(|| format!("{model}: such a name can be no directory"))?;
+    let staged = Directory::new(directory.to_owned()).scan().remove(&slug);
+    match load(&slug, staged.as_ref(), directory) {
+        Outcome::Ready(model) => Ok(model),
+        Outcome::Failed { path, reason } => Err(format!("{}: {reason}", path.display())),
+        Outcome::NotLoaded => Err(format!("{model}: not loaded")),
+    }
+}
+
 /// Starts the loader on a thread of its own. `pin` runs on that thread first; `on_change` gets every new table.
 ///
 /// # Errors

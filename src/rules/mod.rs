@@ -5,7 +5,8 @@
 //! follows sees no raw input: [`readback`] shows a rule, [`compile`] makes the [`shards::service::Service`].
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
-//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`,
+//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvMinMatchTokens`,
+//! `kvSpillRelief`, `kvColdstartSeedN`,
 //! `kvColdstartMinBlocks` and `kvMeanLoadFactor`, and an endpoint `kvZmqPort`, `kvReplayPort` and
 //! `kvZmqBind`.
 
@@ -18,6 +19,7 @@ mod defaults;
 mod endpoints;
 mod kv;
 mod others;
+mod prompts;
 mod readback;
 mod token;
 
@@ -32,6 +34,7 @@ use shards::service::{Engine, PathMatch, Select};
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
 pub use defaults::KvDefaults;
+pub use prompts::PromptOptions;
 pub use readback::readback;
 pub use token::{EngineToken, TokenError};
 
@@ -163,6 +166,8 @@ pub struct KvRule {
     pub seed: Option<String>,
     /// `kvChatTemplate`.
     pub chat_template: Option<ChatTemplate>,
+    /// `kvChatTemplateKwargs` and `kvAddBos`.
+    pub prompts: PromptOptions,
     /// `kvMinMatchTokens`: shorter prompts are not scored; 0 = all are.
     pub min_match_tokens: u32,
     /// `kvSpillRelief`.

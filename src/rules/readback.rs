@@ -81,6 +81,13 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     if let Some(template) = &kv.chat_template {
         put("kvChatTemplate", json!(template.path));
     }
+    if let Some(kwargs) = &kv.prompts.template_kwargs {
+        // It was read as an object when the rule was checked; a text shows it as well.
+        put("kvChatTemplateKwargs", serde_json::from_str(kwargs).unwrap_or_else(|_| json!(&**kwargs)));
+    }
+    if let Some(add) = kv.prompts.add_bos {
+        put("kvAddBos", json!(add));
+    }
     put("kvMinMatchTokens", json!(kv.min_match_tokens));
     put("kvSpillRelief", json!(kv.spill_relief));
     put("kvColdstartSeedN", json!(kv.seed_every));

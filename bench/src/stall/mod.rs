@@ -21,10 +21,11 @@ use clap::ValueEnum;
 use hdrhistogram::Histogram;
 use loadgen::workload::Random;
 use shards::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
-use shards::executor::Rung;
+use shards::executor::{Aside, Rung};
 use shards::inventory::{self, ReaderFactory, Writer};
 use shards::ids::{EndpointIndex, Rank};
-use shards::prompt::{Api, Job, Keying, Model, Step};
+use shards::prompt::{Api, Job, Keying, Model, Rendering, Step};
+use shards::service::Engine;
 
 use self::inputs::Input;
 pub use self::load::{exchange, request};
@@ -154,7 +155,7 @@ impl Mode {
         let keying = Keying { contract: &contract, block_tokens: BLOCK_TOKENS, lora: None };
         let api = Api::of("POST", input.path()).context("inputs are prompts")?;
         for body in bodies {
-            let job = Job::new(api, body.as_bytes(), model, None, keying);
+            let job = Job::new(api, body.as_bytes(), model, Rendering::of(Engine::Vllm), keying);
             let mut job = job.map_err(|reason| anyhow::anyhow!("{input:?} has no keys: {reason:?}"))?;
             while job.step().map_err(|reason| anyhow::anyhow!("{input:?} has no keys: {reason:?}"))? == Step::More {}
             for key in job.keys() {
@@ -189,6 +190,7 @@ fn measure(
         model: (args.model.model.clone(), Arc::clone(model)),
         inventory: mode.inventory.clone(),
         remembers: !mode.held,
+        aside: Aside::start().context("no thread can be made")?,
     };
     let shard = shard::start(setup)?;
     let stop = Arc::new(AtomicBool::new(false));

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use hdrhistogram::Histogram;
 use monoio::io::{AsyncReadRent, AsyncWriteRentExt};
-use shards::executor::{self, Meter, Ring, Rung};
+use shards::executor::{self, Aside, Meter, Ring, Rung};
 use shards::ids::{EndpointIndex, ServiceId, ShardId};
 use shards::inventory::ReaderFactory;
 use shards::limits::Limits;
@@ -35,6 +35,8 @@ pub struct Setup {
     pub inventory: ReaderFactory,
     /// Whether the shard remembers prompts.
     pub remembers: bool,
+    /// The thread for work that cannot be sliced.
+    pub aside: Aside,
 }
 
 const SETTLING: u8 = 0;
@@ -111,7 +113,7 @@ async fn serve(
     let defaults = Limits::default();
     let prompt_cache_bytes = if setup.remembers { defaults.prompt_cache_bytes } else { 0 };
     let limits = Limits { prompt_cache_bytes, ..defaults };
-    let proxy = Rc::new(Proxy::new(ShardId(0), limits, Arc::new(LoadTable::new(1, 4))));
+    let proxy = Rc::new(Proxy::new(ShardId(0), limits, Arc::new(LoadTable::new(1, 4)), Some(setup.aside)));
     let slug = slug(&setup.model.0).unwrap_or_default();
     let models = ModelTable::new([(slug, Entry::Ready(setup.model.1))]);
     let service = service(address, setup.backend, setup.inventory);
@@ -185,6 +187,8 @@ fn service(listen: SocketAddr, backend: SocketAddr, inventory: ReaderFactory) ->
             algo_given: true,
             adapters: HashMap::new(),
             chat_template: None,
+            chat_template_kwargs: None,
+            add_bos: None,
             min_match_tokens: 16,
             spill_relief: false,
             mean_load_factor: 175,

@@ -19,7 +19,7 @@ use std::time::Instant;
 pub const GAP_BUCKETS: usize = 4 * 22;
 
 /// What one shard's executor shows to other threads; written by the shard alone.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Meter {
     /// Visits to the driver so far: the heartbeat.
     pub visits: AtomicU64,
@@ -30,6 +30,17 @@ pub struct Meter {
     pub gaps: [AtomicU64; GAP_BUCKETS],
     /// Tasks that ended by a panic.
     pub panics: AtomicU64,
+}
+
+impl Default for Meter {
+    fn default() -> Self {
+        Meter {
+            visits: AtomicU64::new(0),
+            gap_max_ns: AtomicU64::new(0),
+            gaps: [const { AtomicU64::new(0) }; GAP_BUCKETS],
+            panics: AtomicU64::new(0),
+        }
+    }
 }
 
 impl Meter {

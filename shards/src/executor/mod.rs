@@ -22,7 +22,7 @@ pub use aside::Aside;
 pub use meter::{Meter, now_ns, over_budget, visit_ns, visits};
 pub use read_ahead::{End, ReadAhead};
 pub use ring::{Refusal, Ring, Rung};
-pub use ticket::{SLICE_BUDGET_NS, Ticket};
+pub use ticket::{SLICE_BUDGET_NS, Ticket, TicketGuard};
 pub use turn::turn;
 
 /// Starts a task on the calling shard; a panic in it ends it, is counted in the shard's [`Meter`] and logged.

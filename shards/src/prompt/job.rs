@@ -11,15 +11,17 @@ use std::time::{Duration, Instant};
 use tokenizers::pipeline::PipelineToken;
 
 use super::body::{self, BodyView};
+use super::large::{self, Copying, IN_PLACE_BYTES, Made, Prepared, REMEMBERED_BYTES_MAX, Task};
 use super::memory::{Context, Mark, Memory, Start};
 use super::model::Model;
-use super::prefix_cache::{PrefixCache, Strides};
-use super::recall::{self, Chat};
+use super::prefix_cache::{self, PrefixCache, Strides};
+use super::recall::{self, Chat, Growing, Recalled};
+use super::request::{self, Prompt, Rendering, Source as PromptSource, Truncation};
 use super::tokenizer::PieceLengths;
-use super::{Api, json};
+use super::{Api, glimpse, json};
 use crate::block::{Contract, ContractError, KeyStream, Lora, PromptExtras};
 use crate::ids::BlockKey;
-use crate::service::MissReason;
+use crate::service::{Engine, MissReason};
 
 /// Text of one slice, bytes: under 1 ms even for texts that tokenize slowly (9 MB/s). Where the tokenizer has no
 /// proved cut in so many bytes the keys end.
@@ -54,6 +56,10 @@ pub struct Job<'a> {
     stream: KeyStream,
     /// Streams beside the job's own that are fed the same tokens.
     others: Vec<Other>,
+    /// Tokens before the text.
+    prefix: Vec<u32>,
+    /// What the engine cuts off.
+    cut_off: Option<CutOff>,
     /// The tokens of one piece.
     piece: Vec<u32>,
     scratch: Vec<PipelineToken>,
@@ -77,13 +83,22 @@ impl Other {
     }
 }
 
+/// A prompt of which the engine keeps only some tokens.
+#[derive(Debug)]
+struct CutOff {
+    kept: Truncation,
+    /// Tokens of which it is not decided yet.
+    open: Vec<u32>,
+}
+
 /// What is still to be done.
 #[derive(Debug)]
 enum Source<'a> {
     /// The memory's text.
     Text {
         at: usize,
-        special: bool,
+        /// Special tokens go behind it.
+        suffix: bool,
     },
     /// The rest of a JSON list of ids, after its bracket.
     Ids(&'a str),
@@ -123,15 +138,15 @@ impl<'a> Job<'a> {
         api: Api,
         body: &'a [u8],
         model: &Arc<Model>,
-        template: Option<&Arc<str>>,
+        rendering: Rendering<'_>,
         keying: Keying<'_>,
     ) -> Result<Self, MissReason> {
         let view = BodyView::parse(body).ok_or(MissReason::Tokenize)?;
-        Job::of_view(api, &view, model, template, keying, &mut PrefixCache::new(0))
+        Job::of_view(api, &view, model, rendering, keying, &mut PrefixCache::new(0))
     }
 
-    /// Begins with a body that is viewed already. A chat is rendered here, in one go, as far as the cache does not
-    /// know its text.
+    /// Begins with a body that is viewed already, whatever its size. A chat is rendered here, in one go, as far as the
+    /// cache does not know its text.
     ///
     /// # Errors
     /// The reason why the prompt cannot be keyed.
@@ -139,58 +154,46 @@ impl<'a> Job<'a> {
         api: Api,
         view: &BodyView<'a>,
         model: &Arc<Model>,
-        template: Option<&Arc<str>>,
+        rendering: Rendering<'_>,
         keying: Keying<'_>,
         cache: &mut PrefixCache,
     ) -> Result<Self, MissReason> {
-        if let Some(member) = view.unkeyable {
-            tracing::debug!(member, "a request is routed without keys");
-            return Err(MissReason::Tokenize);
+        match Job::begin(api, view, model, rendering, keying, cache)? {
+            Begun::Job(job) => Ok(job),
+            Begun::Pending(mut pending) => {
+                let prepared = pending.task().run()?;
+                pending.finish(prepared, cache)
+            }
         }
-        let (prompt, special) = match api {
-            Api::Completions => (completion(view)?, body::flag(view.add_special_tokens, true)),
-            Api::ChatCompletions => {
-                (Prompt::Chat(view.messages.ok_or(MissReason::TextEmpty)?), body::flag(view.add_special_tokens, false))
-            }
-        };
-        let special = special.ok_or(MissReason::Tokenize)? && !matches!(prompt, Prompt::Ids(_));
-        let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
-        let start = start(view, model, &keying, block_tokens, special)?;
-        let lora = keying.lora.map(|lora| format!("{lora:?}"));
-        let mut members = view.members().to_vec();
-        members.push(lora.as_deref());
-        members.push(Some(if special { "special" } else { "plain" }));
-        let context = Context::new(model, template, keying.contract, block_tokens, &members);
-        let (memory, strides) = match &prompt {
-            Prompt::Ids(_) => (Box::new(Memory::new(context, start)), Strides::new()),
-            Prompt::Text(text) => recall::text(cache, context, start, text, model.tokenizer()),
-            Prompt::Chat(raw) => {
-                let template = model.template(template, view.tools.is_some())?;
-                recall::chat(cache, context, start, Chat { raw, view, model, template })?
-            }
-        };
-        let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
-        let source = match prompt {
-            Prompt::Ids(rest) if rest.trim_start().starts_with(']') => return Err(MissReason::TextEmpty),
-            Prompt::Ids(rest) => Source::Ids(rest),
-            _ if memory.text.is_empty() && mark.tokens == 0 => return Err(MissReason::TextEmpty),
-            _ => Source::Text { at: mark.at, special },
-        };
-        Ok(Job {
-            model: Arc::clone(model),
-            memory,
-            strides,
-            source,
-            extras: extras(view, keying.lora)?,
-            stream: mark.stream,
-            others: Vec::new(),
-            piece: Vec::new(),
-            scratch: Vec::new(),
-            taken: 0,
-            offered: 0,
-            tokens: mark.tokens,
-            bytes_done: mark.at as u64,
-        })
+    }
+
+    /// The same, but what would take too long between two visits to the driver is left to be done elsewhere.
+    ///
+    /// # Errors
+    /// The reason why the prompt cannot be keyed.
+    pub fn begin<'o>(
+        api: Api,
+        view: &'o BodyView<'a>,
+        model: &'o Arc<Model>,
+        rendering: Rendering<'o>,
+        keying: Keying<'o>,
+        cache: &mut PrefixCache,
+    ) -> Result<Begun<'o, 'a>, MissReason> {
+        let mut opening = Opening::new(api, view, model, rendering, keying)?;
+        let raw = large::raw_prompt(api, view).filter(|raw| view.unkeyable.is_none() && opening.is_large(raw));
+        if let Some(raw) = raw
+            && opening.is_read_whole()
+        {
+            return Ok(Begun::Pending(opening.pending(raw, Strides::new(), true)));
+        }
+        let Prompt { source, truncation } = Prompt::of(api, view, model, rendering)?;
+        opening.truncation = truncation;
+        if let (PromptSource::Chat { raw, special }, true) = (&source, raw.is_some()) {
+            opening.surround(*special)?;
+            return opening.open_large(raw, *special, cache);
+        }
+        let opened = opening.open(source, cache)?;
+        opening.job(opened).map(Begun::Job)
     }
 
     /// Makes the keys of another contract too. Only for a job that began without a cache and before its first slice:
@@ -202,9 +205,7 @@ impl<'a> Job<'a> {
         debug_assert_eq!(self.bytes_done, 0, "other streams see every token");
         let stream = KeyStream::new(contract, &self.extras, block_tokens)?;
         let mut other = Other { stream, keys: Vec::new() };
-        if matches!(self.source, Source::Text { special: true, .. }) {
-            other.feed(&self.model.tokenizer().prefix().collect::<Vec<_>>());
-        }
+        other.feed(&self.prefix);
         self.others.push(other);
         Ok(())
     }
@@ -225,14 +226,15 @@ impl<'a> Job<'a> {
         }
         match self.source {
             Source::Done | Source::Unbroken { .. } => return Ok(Step::Done),
-            Source::Text { at, special } => self.text_slice(at, special)?,
+            Source::Text { at, suffix } => self.text_slice(at, suffix)?,
             Source::Ids(rest) => {
                 let left = read_ids(rest, &mut self.piece)?;
                 self.bytes_done += (rest.len() - left.unwrap_or_default().len()) as u64;
                 self.source = left.map_or(Source::Done, Source::Ids);
-                self.hash_piece();
+                self.finish_piece();
             }
         }
+        self.cut_off();
         self.offered = self.memory.keys.len();
         Ok(if matches!(self.source, Source::Done | Source::Unbroken { .. }) { Step::Done } else { Step::More })
     }
@@ -274,7 +276,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    fn text_slice(&mut self, from: usize, special: bool) -> Result<(), MissReason> {
+    fn text_slice(&mut self, from: usize, suffix: bool) -> Result<(), MissReason> {
         let model = Arc::clone(&self.model);
         let tokenizer = model.tokenizer();
         let mut at = from;
@@ -292,7 +294,7 @@ impl<'a> Job<'a> {
                 tracing::debug!(%error, "a prompt is routed without keys");
                 MissReason::Tokenize
             })?;
-            self.hash_piece();
+            self.finish_piece();
             self.bytes_done += (end - at) as u64;
             at = end;
             if at < self.memory.text.len() {
@@ -300,15 +302,43 @@ impl<'a> Job<'a> {
                 self.memory.marks.push(Mark { at, tokens: self.tokens, keys, stream: self.stream.clone() });
             }
         }
-        self.source = Source::Text { at, special };
+        self.source = Source::Text { at, suffix };
         if at == self.memory.text.len() {
-            if special {
+            if suffix {
                 self.piece.extend(tokenizer.suffix());
-                self.hash_piece();
+                self.finish_piece();
             }
             self.source = Source::Done;
         }
         Ok(())
+    }
+
+    /// Hashes the piece; where tokens are cut off it waits until it is known which ones.
+    fn finish_piece(&mut self) {
+        match &mut self.cut_off {
+            Some(cut_off) => cut_off.open.append(&mut self.piece),
+            None => self.hash_piece(),
+        }
+    }
+
+    /// Takes away what the engine cuts off, as soon as that is known, and hashes what stays.
+    fn cut_off(&mut self) {
+        let Some(CutOff { kept, open }) = &mut self.cut_off else { return };
+        match *kept {
+            Truncation::First(kept) => {
+                let room = kept.saturating_sub(usize::try_from(self.tokens).unwrap_or(kept));
+                if open.len() > room {
+                    open.truncate(room);
+                    self.source = Source::Done;
+                }
+            }
+            Truncation::Last(kept) if matches!(self.source, Source::Done) => {
+                open.drain(..open.len().saturating_sub(kept));
+            }
+            Truncation::Last(_) => return,
+        }
+        self.piece.append(open);
+        self.hash_piece();
     }
 
     fn hash_piece(&mut self) {
@@ -325,7 +355,7 @@ impl<'a> Job<'a> {
 }
 
 /// Lengths of pieces between marks.
-const PIECE: PieceLengths = PieceLengths {
+pub(super) const PIECE: PieceLengths = PieceLengths {
     token: MARK_BYTES,
     token_last: MARK_BYTES_LAST,
     last: LAST_BYTES,
@@ -333,32 +363,319 @@ const PIECE: PieceLengths = PieceLengths {
     max: SLICE_BYTES,
 };
 
-/// Where a prompt comes from.
-enum Prompt<'a> {
-    Text(Cow<'a, str>),
-    /// A JSON list of ids, after its bracket.
-    Ids(&'a str),
-    /// The messages.
-    Chat(&'a str),
+/// What became of a prompt's begin.
+#[derive(Debug)]
+pub enum Begun<'o, 'a> {
+    /// Its job.
+    Job(Job<'a>),
+    /// Something has to be done first.
+    Pending(Pending<'o, 'a>),
 }
 
-/// The state before the first byte of a text.
-fn start(
-    view: &BodyView<'_>,
-    model: &Model,
-    keying: &Keying<'_>,
+/// A prompt that is too large to be read or rendered in one go.
+#[derive(Debug)]
+pub struct Pending<'o, 'a> {
+    opening: Opening<'o, 'a>,
+    raw: &'a str,
+    strides: Strides,
+    stage: Stage<'a>,
+    unknown: bool,
+}
+
+#[derive(Debug)]
+enum Stage<'a> {
+    Read(Copying<'a>),
+    Render { growing: Growing, special: bool },
+}
+
+/// A glimpse of a large prompt: a job over the text that it begins with.
+#[derive(Debug)]
+pub struct Glimpse<'a> {
+    /// Its keys.
+    pub job: Job<'a>,
+    /// Its text is sure to be the begin of the prompt's. Else only "nobody holds it" is to be believed.
+    pub certain: bool,
+    /// Bytes of the prompt's source for each byte of it, for an estimate of its tokens.
+    pub part: f64,
+}
+
+impl<'a> Pending<'_, 'a> {
+    /// The begin of the prompt, where nothing of it is remembered: if nobody holds it, the rest need not be read.
+    pub fn glimpse(&self) -> Option<Glimpse<'a>> {
+        if !self.unknown || self.opening.view.truncate_prompt_tokens.is_some() {
+            return None;
+        }
+        let Opening { api, view, model, rendering, keying, .. } = self.opening;
+        let (text, certain) = glimpse::text(api, view, self.raw, model, rendering)?;
+        let special = match api {
+            Api::ChatCompletions => body::flag(view.add_special_tokens, false)?,
+            _ => body::flag(view.add_special_tokens, true)?,
+        };
+        let mut opening = Opening::new(api, view, model, rendering, keying).ok()?;
+        opening.surround(special).ok()?;
+        let part = self.raw.len() as f64 / text.len() as f64;
+        let source = PromptSource::Text { text: Cow::Owned(text), special: false, whole: false };
+        let opened = opening.open_surrounded(source, &mut PrefixCache::new(0)).ok()?;
+        let mut job = opening.job(opened).ok()?;
+        // It is no prompt of its own, to be found again.
+        job.strides.clear();
+        Some(Glimpse { job, certain, part })
+    }
+
+    /// Does a slice of what must be done here before the task; whether all is done.
+    pub fn step(&mut self) -> bool {
+        match &mut self.stage {
+            Stage::Read(copying) => copying.step(),
+            Stage::Render { .. } => true,
+        }
+    }
+
+    /// What is to be done elsewhere.
+    pub fn task(&mut self) -> Task {
+        let Opening { api, view, model, rendering, .. } = self.opening;
+        match &mut self.stage {
+            Stage::Read(copying) => std::mem::take(copying).task(api, model, &rendering),
+            Stage::Render { growing, .. } => {
+                let messages = growing.memory.messages.clone();
+                Task::render(model, &rendering, messages, &growing.frame, view.tools.is_some())
+            }
+        }
+    }
+
+    /// The job, once the task is done.
+    ///
+    /// # Errors
+    /// The reason why the prompt cannot be keyed.
+    pub fn finish(self, prepared: Prepared, cache: &mut PrefixCache) -> Result<Job<'a>, MissReason> {
+        let Pending { mut opening, strides, stage, .. } = self;
+        let Opening { view, model, rendering, .. } = opening;
+        let opened = match (prepared.0, stage) {
+            (Made::Text { text, special, whole, truncation }, _) => {
+                opening.truncation = truncation;
+                let mut nothing = PrefixCache::new(0);
+                let cache = if text.len() > REMEMBERED_BYTES_MAX { &mut nothing } else { cache };
+                opening.open(PromptSource::Text { text: Cow::Owned(text), special, whole }, cache)?
+            }
+            (Made::Chat { raw, messages, frame, text }, _) => {
+                let special = body::flag(view.add_special_tokens, false).ok_or(MissReason::Tokenize)?;
+                let mut memory = Box::new(Memory::new(opening.context("chat"), opening.start()?));
+                memory.raw = raw;
+                memory.messages = messages;
+                memory.frame = Some(frame);
+                memory.text = text;
+                let memory = recall::made(cache, memory, &strides, model.tokenizer());
+                Opened::of_text(memory, strides, special)?
+            }
+            (Made::Rendered(text), Stage::Render { growing, special }) => {
+                let template = model.template(rendering.template, view.tools.is_some(), rendering.engine)?;
+                Opened::of_text(growing.finish(cache, text, model, template), strides, special)?
+            }
+            (Made::Rendered(_), Stage::Read(_)) => return Err(MissReason::Tokenize),
+        };
+        opening.job(opened)
+    }
+}
+
+/// A prompt on the way to its job.
+#[derive(Debug)]
+struct Opening<'o, 'a> {
+    api: Api,
+    view: &'o BodyView<'a>,
+    model: &'o Arc<Model>,
+    rendering: Rendering<'o>,
+    keying: Keying<'o>,
     block_tokens: NonZeroU32,
-    special: bool,
-) -> Result<Start, MissReason> {
-    let extras = extras(view, keying.lora)?;
-    let mut stream = KeyStream::new(keying.contract, &extras, block_tokens).map_err(|error| {
-        tracing::debug!(%error, "a request is routed without keys");
-        MissReason::Extras
-    })?;
-    let prefix: Vec<u32> = if special { model.tokenizer().prefix().collect() } else { Vec::new() };
-    let mut rest = &prefix[..];
-    let keys: Vec<BlockKey> = std::iter::from_fn(|| stream.next_key(&mut rest)).collect();
-    Ok(Start { mark: Mark { at: 0, tokens: prefix.len() as u64, keys: keys.len(), stream }, keys })
+    extras: PromptExtras,
+    /// Tokens before the text.
+    prefix: Vec<u32>,
+    truncation: Option<Truncation>,
+}
+
+/// What a job begins with.
+struct Opened<'a> {
+    memory: Box<Memory>,
+    strides: Strides,
+    source: Source<'a>,
+}
+
+impl<'o, 'a> Opening<'o, 'a> {
+    fn new(
+        api: Api,
+        view: &'o BodyView<'a>,
+        model: &'o Arc<Model>,
+        rendering: Rendering<'o>,
+        keying: Keying<'o>,
+    ) -> Result<Self, MissReason> {
+        let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
+        let extras = extras(view, keying.lora)?;
+        let (prefix, truncation) = (Vec::new(), None);
+        Ok(Opening { api, view, model, rendering, keying, block_tokens, extras, prefix, truncation })
+    }
+
+    /// Puts special tokens before the text, or not.
+    fn surround(&mut self, special: bool) -> Result<(), MissReason> {
+        if special {
+            self.prefix = self.model.prefix(self.rendering.add_bos);
+        }
+        // Which of the special tokens are cut away is the engine's affair.
+        if self.truncation.is_some() && !self.prefix.is_empty() { Err(MissReason::Tokenize) } else { Ok(()) }
+    }
+
+    /// Whether the prompt takes too long to be read in one go.
+    fn is_large(&self, raw: &str) -> bool {
+        match self.api {
+            Api::Completions | Api::Generate => large::is_large_text(raw),
+            _ => large::is_large(raw) || self.has_large_members(),
+        }
+    }
+
+    fn has_large_members(&self) -> bool {
+        let beside = self.view.members().into_iter().chain([self.view.system, self.view.instructions]);
+        beside.flatten().map(str::len).sum::<usize>() > IN_PLACE_BYTES
+    }
+
+    /// Whether a large prompt is read and rendered as a whole, not message by message.
+    fn is_read_whole(&self) -> bool {
+        match self.api {
+            Api::ChatCompletions => {
+                let engine = self.rendering.engine;
+                self.view.truncate_prompt_tokens.is_some() || (engine == Engine::Sglang && self.view.input_ids.is_none())
+            }
+            _ => true,
+        }
+    }
+
+    fn pending(self, raw: &'a str, strides: Strides, unknown: bool) -> Pending<'o, 'a> {
+        let stage = Stage::Read(Copying::new(self.view.body));
+        Pending { opening: self, raw, strides, stage, unknown }
+    }
+
+    /// A large chat: from what is remembered of it where little is new, else by a task.
+    fn open_large(self, raw: &'a str, special: bool, cache: &mut PrefixCache) -> Result<Begun<'o, 'a>, MissReason> {
+        if raw.len() > REMEMBERED_BYTES_MAX {
+            return Ok(Begun::Pending(self.pending(raw, Strides::new(), true)));
+        }
+        let context = self.context("chat");
+        let strides = prefix_cache::strides(&context, raw.as_bytes());
+        let known = cache.known(&context, &strides, raw.as_bytes());
+        if known == 0 || large::is_large(&raw[raw.ceil_char_boundary(known)..]) {
+            let unknown = known <= IN_PLACE_BYTES;
+            return Ok(Begun::Pending(self.pending(raw, strides, unknown)));
+        }
+        let Opening { view, model, rendering, .. } = self;
+        let template = model.template(rendering.template, view.tools.is_some(), rendering.engine)?;
+        let chat = Chat { raw, view, model, template, rendering, large: true };
+        match recall::chat(cache, context, self.start()?, &strides, chat) {
+            Ok(Recalled::Ready(memory)) => {
+                let opened = Opened::of_text(memory, strides, special)?;
+                self.job(opened).map(Begun::Job)
+            }
+            Ok(Recalled::Growing(growing)) => {
+                let stage = Stage::Render { growing, special };
+                Ok(Begun::Pending(Pending { opening: self, raw, strides, stage, unknown: false }))
+            }
+            Err(MissReason::Media) => Ok(Begun::Pending(self.pending(raw, strides, false))),
+            Err(reason) => Err(reason),
+        }
+    }
+
+    /// The memory that the prompt begins with. Nothing is remembered of prompts of ids, nor of those that are cut off.
+    fn open(&mut self, source: PromptSource<'a>, cache: &mut PrefixCache) -> Result<Opened<'a>, MissReason> {
+        if let PromptSource::Text { special, .. } | PromptSource::Chat { special, .. } = source {
+            self.surround(special)?;
+        }
+        self.open_surrounded(source, cache)
+    }
+
+    fn open_surrounded(&self, source: PromptSource<'a>, cache: &mut PrefixCache) -> Result<Opened<'a>, MissReason> {
+        let start = self.start()?;
+        match source {
+            PromptSource::Ids(rest) if rest.trim_start().starts_with(']') => Err(MissReason::TextEmpty),
+            PromptSource::Ids(rest) => {
+                let memory = Box::new(Memory::new(self.context("ids"), start));
+                Ok(Opened { memory, strides: Strides::new(), source: Source::Ids(rest) })
+            }
+            PromptSource::Text { text, special, whole } => {
+                let is_cut_off = self.truncation.is_some();
+                let mut nothing = PrefixCache::new(0);
+                let cache = if is_cut_off { &mut nothing } else { cache };
+                let (memory, strides) = recall::text(cache, self.context("text"), start, text, self.model.tokenizer());
+                let strides = if is_cut_off { Strides::new() } else { strides };
+                Opened::of_text(memory, strides, special && whole)
+            }
+            PromptSource::Chat { raw, special } => {
+                let Opening { view, model, rendering, .. } = *self;
+                let template = model.template(rendering.template, view.tools.is_some(), rendering.engine)?;
+                let chat = Chat { raw, view, model, template, rendering, large: false };
+                let context = self.context("chat");
+                let strides = prefix_cache::strides(&context, raw.as_bytes());
+                match recall::chat(cache, context, start, &strides, chat) {
+                    Ok(Recalled::Ready(memory)) => Opened::of_text(memory, strides, special),
+                    // Nothing is left to others where nothing is large.
+                    Ok(Recalled::Growing(_)) => Err(MissReason::Tokenize),
+                    Err(MissReason::Media) => {
+                        self.open_surrounded(request::whole_chat(view, model, rendering)?, cache)
+                    }
+                    Err(reason) => Err(reason),
+                }
+            }
+        }
+    }
+
+    /// The job that begins so.
+    fn job(self, opened: Opened<'a>) -> Result<Job<'a>, MissReason> {
+        let Opened { memory, strides, source } = opened;
+        let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
+        Ok(Job {
+            model: Arc::clone(self.model),
+            source,
+            memory,
+            strides,
+            extras: self.extras,
+            stream: mark.stream,
+            others: Vec::new(),
+            prefix: self.prefix,
+            cut_off: self.truncation.map(|kept| CutOff { kept, open: Vec::new() }),
+            piece: Vec::new(),
+            scratch: Vec::new(),
+            taken: 0,
+            offered: 0,
+            tokens: mark.tokens,
+            bytes_done: mark.at as u64,
+        })
+    }
+
+    /// The state before the first byte of a text.
+    fn start(&self) -> Result<Start, MissReason> {
+        let mut stream = KeyStream::new(self.keying.contract, &self.extras, self.block_tokens).map_err(|error| {
+            tracing::debug!(%error, "a request is routed without keys");
+            MissReason::Extras
+        })?;
+        let mut rest = &self.prefix[..];
+        let keys: Vec<BlockKey> = std::iter::from_fn(|| stream.next_key(&mut rest)).collect();
+        Ok(Start { mark: Mark { at: 0, tokens: self.prefix.len() as u64, keys: keys.len(), stream }, keys })
+    }
+
+    /// What decides over text and keys beside the prompt, for prompts found by their text or by their messages.
+    fn context(&self, found_by: &str) -> Context {
+        let Rendering { engine, template, kwargs, add_bos: _ } = self.rendering;
+        let lora = self.keying.lora.map(|lora| format!("{lora:?}"));
+        let front_end = format!("{engine:?} {found_by} {:?}", self.prefix);
+        let mut members = self.view.members().to_vec();
+        members.extend([lora.as_deref(), kwargs, Some(&front_end)]);
+        Context::new(self.model, template, self.keying.contract, self.block_tokens, &members)
+    }
+}
+
+impl Opened<'_> {
+    fn of_text(memory: Box<Memory>, strides: Strides, suffix: bool) -> Result<Self, MissReason> {
+        let mark = memory.marks.last().ok_or(MissReason::Hashes)?;
+        if memory.text.is_empty() && mark.tokens == 0 {
+            return Err(MissReason::TextEmpty);
+        }
+        let source = Source::Text { at: mark.at, suffix };
+        Ok(Opened { memory, strides, source })
+    }
 }
 
 /// What the request says beyond its tokens, the adapter included. A text that is empty says nothing.
@@ -375,24 +692,6 @@ fn extras(view: &BodyView<'_>, lora: Option<&Lora>) -> Result<PromptExtras, Miss
         extra_key: text(view.extra_key)?,
         ..PromptExtras::default()
     })
-}
-
-/// The prompt of a completion: text, ids, or the first of several.
-fn completion<'a>(view: &BodyView<'a>) -> Result<Prompt<'a>, MissReason> {
-    let prompt = view.prompt.ok_or(MissReason::TextEmpty)?;
-    let text = |raw: &'a str| json::leading_string(raw).map(Prompt::Text).map_err(MissReason::from);
-    match prompt.as_bytes().first() {
-        Some(b'"') => text(prompt),
-        Some(b'[') => {
-            let inside = prompt[1..].trim_start();
-            match inside.as_bytes().first() {
-                Some(b'"') => text(inside),
-                Some(b'[') => Ok(Prompt::Ids(&inside[1..])),
-                _ => Ok(Prompt::Ids(inside)),
-            }
-        }
-        _ => Err(MissReason::Tokenize),
-    }
 }
 
 /// Reads ids of a JSON list up to the slice's limit; the rest, or none when the list is over.

@@ -75,7 +75,6 @@ pub(super) fn string(text: &str) -> Result<Cow<'_, str>, JsonError> {
 }
 
 /// Reads the JSON string that the text begins with, whatever follows it.
-#[cfg(test)]
 pub(super) fn leading_string(text: &str) -> Result<Cow<'_, str>, JsonError> {
     Reader { text, at: 0 }.string()
 }
@@ -118,11 +117,6 @@ impl<'a> LongString<'a> {
             out.push(reader.escape()?);
         }
         if reader.at >= reader.text.len() { Err(JsonError::Syntax) } else { Ok(false) }
-    }
-
-    /// Bytes looked at so far.
-    pub(super) fn at(&self) -> usize {
-        self.reader.at
     }
 }
 
@@ -411,7 +405,7 @@ mod tests {
             let (mut string, mut out) = (LongString::new(text).unwrap(), String::new());
             while !string.step(bytes, &mut out).unwrap() {}
             assert_eq!(out, whole, "steps of {bytes}");
-            assert_eq!(&text[string.at()..], " and what follows");
+            assert_eq!(&text[string.reader.at..], " and what follows");
         }
         for text in ["\"cut off", "\"\\", "\"\\x\"", "\"\\ud83d\""] {
             let (mut string, mut out) = (LongString::new(text).unwrap(), String::new());

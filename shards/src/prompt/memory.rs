@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3;
 
-use super::chat::{Frame, Message};
+use super::conversation::Message;
+use super::frame::Frame;
 use super::model::Model;
 use super::tokenizer::Tokenizer;
 use crate::block::{Contract, KeyStream};
@@ -174,6 +175,13 @@ impl Memory {
         self.forget_beyond(same, tokenizer);
         let keys = self.marks.last().map_or(0, |mark| mark.keys);
         self.keys = other.keys[..keys.min(other.keys.len())].to_vec();
+    }
+
+    /// Takes another text and keeps the states that it has too.
+    pub(super) fn replace_text(&mut self, text: String, tokenizer: &Tokenizer) {
+        let same = common_prefix(text.as_bytes(), self.text.as_bytes());
+        self.text = text;
+        self.forget_beyond(same, tokenizer);
     }
 
     /// Forgets the states that a new text, equal to the old one for that many bytes, does not have.

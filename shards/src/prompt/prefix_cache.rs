@@ -20,6 +20,9 @@ const REPLACED_BYTES_MAX: usize = 4096;
 /// Part of the bound that one prompt may take; longer ones are not remembered.
 const LARGEST_PART: usize = 4;
 
+/// Messages of a memory beyond which dropping it takes long.
+const DROPPED_MESSAGES_MAX: usize = 256;
+
 /// What a cache has done so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixStats {
@@ -129,6 +132,8 @@ pub struct PrefixCache {
     bytes_max: usize,
     stats: PrefixStats,
     pub(super) trust: Trust,
+    /// Memories that take long to drop.
+    garbage: Vec<Box<Memory>>,
 }
 
 #[derive(Debug)]
@@ -184,6 +189,7 @@ impl PrefixCache {
             bytes_max,
             stats: PrefixStats::default(),
             trust: Trust::default(),
+            garbage: Vec::new(),
         }
     }
 
@@ -197,19 +203,15 @@ impl PrefixCache {
 
     /// Finds the prompt that shares the longest begin.
     pub(super) fn find(&mut self, context: &Context, subject: &[u8]) -> (Found, Strides) {
-        let strides = strides(context.hash(), subject);
-        let mut best: Option<(u32, usize)> = None;
-        for hash in strides.iter().rev() {
-            let Some(&slot) = self.index.get(hash) else { continue };
-            let Some(Some(held)) = self.slots.get(slot as usize) else { continue };
-            if held.memory.context.is(context) {
-                best = Some((slot, common_prefix(held.memory.subject(), subject)));
-                break;
-            }
-        }
-        let Some((slot, bytes)) = best else {
+        let strides = strides(context, subject);
+        (self.find_at(context, &strides, subject), strides)
+    }
+
+    /// The same with the strides at hand.
+    pub(super) fn find_at(&mut self, context: &Context, strides: &Strides, subject: &[u8]) -> Found {
+        let Some((slot, bytes)) = self.longest(context, strides, subject) else {
             self.stats.misses += 1;
-            return (Found::Nothing, strides);
+            return Found::Nothing;
         };
         self.stats.hits += 1;
         self.stats.hit_bytes += bytes as u64;
@@ -217,17 +219,41 @@ impl PrefixCache {
         let rest = held.as_ref().map_or(0, |held| held.memory.subject().len() - bytes);
         if rest <= REPLACED_BYTES_MAX.min(bytes) || rest <= bytes / 8 {
             if let Some(memory) = self.remove(slot) {
-                return (Found::Same { memory, bytes }, strides);
+                return Found::Same { memory, bytes };
             }
         } else if let Some(held) = held {
             held.used = true;
         }
-        (Found::Part { slot, bytes }, strides)
+        Found::Part { slot, bytes }
+    }
+
+    /// How many bytes of the prompt are remembered. Changes nothing.
+    pub(super) fn known(&self, context: &Context, strides: &Strides, subject: &[u8]) -> usize {
+        self.longest(context, strides, subject).map_or(0, |(_, bytes)| bytes)
+    }
+
+    fn longest(&self, context: &Context, strides: &Strides, subject: &[u8]) -> Option<(u32, usize)> {
+        strides.iter().rev().find_map(|hash| {
+            let slot = *self.index.get(hash)?;
+            let memory = &self.slots.get(slot as usize)?.as_ref()?.memory;
+            memory.context.is(context).then(|| (slot, common_prefix(memory.subject(), subject)))
+        })
     }
 
     /// The memory in a slot that was just found.
     pub(super) fn at(&self, slot: u32) -> Option<&Memory> {
         self.slots.get(slot as usize)?.as_ref().map(|slot| &*slot.memory)
+    }
+
+    /// Gives a memory up.
+    pub(super) fn discard(&mut self, memory: Box<Memory>) {
+        self.garbage.push(memory);
+    }
+
+    /// Memories that were given up and take long to drop, for someone who has the time. Those that nobody takes are dropped
+    /// when the next are collected.
+    pub fn take_garbage(&mut self) -> Option<impl Send + use<>> {
+        (!self.garbage.is_empty()).then(|| std::mem::take(&mut self.garbage))
     }
 
     /// Counts a prompt of which so many bytes have no keys, because no place to cut was found for too long.
@@ -238,8 +264,10 @@ impl PrefixCache {
 
     /// Remembers a prompt.
     pub(super) fn put(&mut self, memory: Box<Memory>, strides: Strides) {
+        self.garbage.clear();
         let bytes = memory.bytes() + strides.len() * 24;
         if bytes > self.bytes_max / LARGEST_PART {
+            self.garbage.push(memory);
             return;
         }
         while self.stats.bytes as usize + bytes > self.bytes_max && self.evict() {}
@@ -274,7 +302,8 @@ impl PrefixCache {
             match &mut self.slots[self.hand] {
                 Some(held) if held.used => held.used = false,
                 Some(_) => {
-                    self.remove(self.hand as u32);
+                    let dropped = self.remove(self.hand as u32);
+                    self.garbage.extend(dropped.filter(|memory| memory.messages.len() > DROPPED_MESSAGES_MAX));
                     self.stats.evictions += 1;
                     return true;
                 }
@@ -286,7 +315,8 @@ impl PrefixCache {
 }
 
 /// Hashes of the empty begin and of every further [`STRIDE`] bytes.
-fn strides(start: u64, subject: &[u8]) -> Strides {
+pub(super) fn strides(context: &Context, subject: &[u8]) -> Strides {
+    let start = context.hash();
     let mut hash = start;
     let chained = subject.chunks_exact(STRIDE).map(|chunk| {
         hash = xxh3::xxh3_64_with_seed(chunk, hash);

@@ -4,8 +4,8 @@ use super::*;
 use crate::block::{Contract, HashAlgo, KeyStream, NoneHash, PromptExtras};
 use crate::ids::BlockKey;
 use crate::prompt::outside_data::{self, Random};
-use crate::prompt::{Api, BodyView, Job, Keying, Model, ModelFiles, Step};
-use crate::service::MissReason;
+use crate::prompt::{Api, BodyView, Job, Keying, Model, ModelFiles, Rendering, Step};
+use crate::service::{Engine, MissReason};
 
 /// Template of the vectors, tokenizer directory.
 const MODELS: [(&str, &str); 4] = [
@@ -46,7 +46,7 @@ fn run_in_blocks(block_tokens: u32, api: Api, body: &str, model: &Arc<Model>, ca
     let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::XxhashCbor, "0"));
     let keying = Keying { contract: &contract, block_tokens, lora: None };
     let view = BodyView::parse(body.as_bytes()).ok_or(MissReason::Tokenize)?;
-    let mut job = Job::of_view(api, &view, model, None, keying, cache)?;
+    let mut job = Job::of_view(api, &view, model, Rendering::of(Engine::Vllm), keying, cache)?;
     let mut keys = Vec::new();
     while job.step()? == Step::More {
         keys.extend_from_slice(job.take_keys());

@@ -13,6 +13,10 @@ pub(super) struct Scan<'a> {
     /// Bytes known to be UTF-8; never less than `at`.
     checked: usize,
     expects: Expects,
+    /// What opens the whole.
+    opening: u8,
+    /// Where the text begins that is being looked at.
+    text: usize,
     /// Objects (true) and lists that are open, the whole object first.
     open: Vec<bool>,
     /// The member's name, quotes included, and where its value begins.
@@ -30,7 +34,7 @@ pub(super) struct Member<'a> {
 
 /// Why a text is no JSON object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("not a JSON object in UTF-8")]
+#[error("neither a JSON object nor a list, or not in UTF-8")]
 pub(super) struct NotAnObject;
 
 /// What may come next.
@@ -96,10 +100,35 @@ impl Number {
 
 impl<'a> Scan<'a> {
     pub(super) fn new(bytes: &'a [u8]) -> Self {
-        Scan { bytes, at: 0, checked: 0, expects: Expects::Whole, open: Vec::new(), name: 0..0, value: 0 }
+        Scan {
+            bytes,
+            at: 0,
+            checked: 0,
+            expects: Expects::Whole,
+            opening: b'{',
+            text: 0,
+            open: Vec::new(),
+            name: 0..0,
+            value: 0,
+        }
     }
 
-    /// Looks at so many further bytes, at least; whether the end is reached. Each member of the object is shown once
+    /// Looks through a list instead, whose items are shown as members without a name.
+    pub(super) fn of_list(bytes: &'a [u8]) -> Self {
+        Scan { opening: b'[', ..Scan::new(bytes) }
+    }
+
+    /// Where inside a text (no key, and no escape) the scan stands, and where that text's quote is.
+    pub(super) fn inside_text(&self) -> Option<(usize, usize)> {
+        (self.expects == Expects::Text { key: false }).then_some((self.at.min(self.checked), self.text))
+    }
+
+    /// What closes all that is open, innermost first.
+    pub(super) fn ends(&self) -> impl Iterator<Item = char> {
+        self.open.iter().rev().map(|&object| if object { '}' } else { ']' })
+    }
+
+    /// Looks at so many further bytes; whether the end is reached. Each member of the object is shown once
     /// its value is over.
     ///
     /// # Errors
@@ -190,7 +219,7 @@ impl<'a> Scan<'a> {
 
     fn structure(&mut self, byte: u8, found: &mut impl FnMut(Member<'a>)) -> Result<(), NotAnObject> {
         match (self.expects, byte) {
-            (Expects::Whole, b'{') => self.begin(true),
+            (Expects::Whole, byte) if byte == self.opening => self.begin(byte == b'{'),
             (Expects::FirstKey | Expects::Key, b'"') => {
                 if self.open.len() == 1 {
                     self.name.start = self.at;
@@ -220,7 +249,10 @@ impl<'a> Scan<'a> {
                 self.begin(byte == b'{');
                 return Ok(());
             }
-            b'"' => Expects::Text { key: false },
+            b'"' => {
+                self.text = self.at;
+                Expects::Text { key: false }
+            }
             b't' => Expects::Word(b"rue"),
             b'f' => Expects::Word(b"alse"),
             b'n' => Expects::Word(b"ull"),

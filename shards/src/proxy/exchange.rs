@@ -10,7 +10,7 @@ use super::client::{Client, Request, is_ours};
 use super::models;
 use super::relay::{self, Fault, Terms};
 use super::routes::{LocalService, Pick, RequestView, Routes};
-use super::score::{self, Score};
+use super::score::{self, Means, Score};
 use super::upstream::{Pool, Upstream};
 use super::watch::Interrupt;
 use crate::http::{RequestBody, RequestHead, edit};
@@ -70,16 +70,16 @@ pub async fn exchange(proxy: &Proxy, client: &mut Client, request: Request, list
 async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Routes, local: &LocalService) -> Next {
     let stats = local.service.shared.stats_of(proxy.id);
     let view = RequestView::new(&request.head, &request.bytes);
-    let score =
-        match client.guard(None, score::score(local, &routes.models, &proxy.prefixes, &view, &proxy.ticket)).await {
-            Ok(score) => score,
-            Err(interrupt) => {
-                if interrupt == Interrupt::ClientGone {
-                    count(&stats.client_gone);
-                }
-                return Next::Close;
+    let means = Means { prefixes: &proxy.prefixes, ticket: &proxy.ticket, aside: proxy.aside.as_ref() };
+    let score = match client.guard(None, score::score(local, &routes.models, &view, means)).await {
+        Ok(score) => score,
+        Err(interrupt) => {
+            if interrupt == Interrupt::ClientGone {
+                count(&stats.client_gone);
             }
-        };
+            return Next::Close;
+        }
+    };
     let resendable = is_resendable(&view);
     // Asked now: the head is edited before it is sent.
     let api = Api::of(view.method(), view.path());

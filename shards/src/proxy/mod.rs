@@ -27,7 +27,7 @@ use std::sync::Arc;
 
 use monoio::net::TcpStream;
 
-use crate::executor::{Ticket, breathe, turn};
+use crate::executor::{Aside, Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
 use crate::load::LoadTable;
@@ -53,13 +53,14 @@ pub struct Proxy {
     buffers: Buffers,
     ticket: Ticket,
     prefixes: RefCell<PrefixCache>,
+    aside: Option<Aside>,
     draining: Cell<bool>,
 }
 
 impl Proxy {
-    /// A proxy without rules.
+    /// A proxy without rules. What is too large to be done in slices it does aside, or, without such a thread, in one go.
     #[must_use]
-    pub fn new(id: ShardId, limits: Limits, loads: Arc<LoadTable>) -> Self {
+    pub fn new(id: ShardId, limits: Limits, loads: Arc<LoadTable>, aside: Option<Aside>) -> Self {
         let prefixes = RefCell::new(PrefixCache::new(limits.prompt_cache_bytes));
         Proxy {
             id,
@@ -71,6 +72,7 @@ impl Proxy {
             buffers: Buffers::default(),
             ticket: Ticket::new(),
             prefixes,
+            aside,
             draining: Cell::new(false),
         }
     }

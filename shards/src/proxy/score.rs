@@ -3,13 +3,15 @@
 
 use std::cell::RefCell;
 
-use crate::executor::Ticket;
+use crate::executor::{Aside, Ticket, TicketGuard};
 use crate::ids::{BlockKey, EndpointIndex};
 use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
-use crate::prompt::{Api, BodyView, Job, Keying, ModelTable, PrefixCache, Step};
+use crate::prompt::{
+    Api, Begun, BodyView, Glimpse, Job, Keying, ModelTable, Pending, PrefixCache, Rendering, Step,
+};
 use crate::route::Evidence;
-use crate::service::{KvExact, MissReason};
+use crate::service::{KvExact, MissReason, Service};
 
 use super::routes::{LocalService, RequestView};
 
@@ -78,35 +80,51 @@ impl Score {
     }
 }
 
+/// What a shard keeps for the prompts of all its requests.
+#[derive(Clone, Copy)]
+pub struct Means<'a> {
+    /// What it remembers of prompts.
+    pub prefixes: &'a RefCell<PrefixCache>,
+    /// The right to do long work.
+    pub ticket: &'a Ticket,
+    /// The thread for work that cannot be sliced; without one it is done here.
+    pub aside: Option<&'a Aside>,
+}
+
 /// Scores the request's prompt, giving way between slices. Dropping it stops the work.
-pub async fn score(
-    local: &LocalService,
-    models: &ModelTable,
-    prefixes: &RefCell<PrefixCache>,
-    request: &RequestView<'_>,
-    ticket: &Ticket,
-) -> Score {
+pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestView<'_>, means: Means<'_>) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
-    request.look_through(ticket).await;
-    let ticket = ticket.take().await;
+    request.look_through(means.ticket).await;
+    let ticket = means.ticket.take().await;
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
-    ticket.breathe().await;
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
     let others_hold = has_other_spaces(reader);
     let begun = if others_hold {
-        begin(api, kv, models, body, request, &mut PrefixCache::new(0))
+        begin(api, &local.service, kv, models, body, request, &mut PrefixCache::new(0))
     } else {
-        begin(api, kv, models, body, request, &mut prefixes.borrow_mut())
+        begin(api, &local.service, kv, models, body, request, &mut means.prefixes.borrow_mut())
     };
-    let mut job = match begun {
-        Ok(job) => job,
+    let (mut job, ticket) = match begun {
+        Ok(Begun::Job(job)) => (job, ticket),
+        Ok(Begun::Pending(pending)) => {
+            if !others_hold
+                && let Some(glimpse) = pending.glimpse()
+                && let Some(score) = of_glimpse(glimpse, kv, reader, &ticket, means).await
+            {
+                return score;
+            }
+            match prepare(pending, others_hold, ticket, means).await {
+                Ok(prepared) => prepared,
+                Err(reason) => return Score::Miss(reason),
+            }
+        }
         Err(reason) => return Score::Miss(reason),
     };
     ticket.breathe().await;
     let others = if others_hold { other_walks(&mut job, reader) } else { Vec::new() };
     let own = InSpace::new(SpaceIndex::OWN, kv.block_tokens);
-    let mut work = Work { job: Some(job), own, others, prefixes };
+    let mut work = Work { job: Some(job), own, others, means };
     loop {
         match work.slice(reader) {
             Ok(None) => ticket.breathe().await,
@@ -116,22 +134,91 @@ pub async fn score(
     }
 }
 
-fn begin<'a>(
-    api: Api,
+/// Has a large prompt read or rendered elsewhere, while others have the ticket.
+async fn prepare<'a>(
+    mut pending: Pending<'_, 'a>,
+    others_hold: bool,
+    ticket: TicketGuard,
+    means: Means<'_>,
+) -> Result<(Job<'a>, TicketGuard), MissReason> {
+    while !pending.step() {
+        ticket.breathe().await;
+    }
+    let task = pending.task();
+    drop(ticket);
+    let prepared = match means.aside {
+        Some(aside) => aside.run(|| task.run()).await.map_err(|_| MissReason::Busy)??,
+        None => task.run()?,
+    };
+    let ticket = means.ticket.take().await;
+    let job = if others_hold {
+        pending.finish(prepared, &mut PrefixCache::new(0))?
+    } else {
+        pending.finish(prepared, &mut means.prefixes.borrow_mut())?
+    };
+    Ok((job, ticket))
+}
+
+/// Blocks before the end of a glimpse from which on it does not tell where a run ends.
+const GLIMPSE_MARGIN: usize = 8;
+
+/// The score of a large prompt whose begin shows that nobody holds more of it; none where the whole must be looked at.
+async fn of_glimpse(
+    glimpse: Glimpse<'_>,
     kv: &KvExact,
-    models: &ModelTable,
-    body: &BodyView<'a>,
+    reader: &Reader,
+    ticket: &TicketGuard,
+    means: Means<'_>,
+) -> Option<Score> {
+    let Glimpse { job, certain, part } = glimpse;
+    let own = InSpace::new(SpaceIndex::OWN, kv.block_tokens);
+    let mut work = Work { job: Some(job), own, others: Vec::new(), means };
+    ticket.breathe().await;
+    loop {
+        match work.slice(reader) {
+            Ok(None) => ticket.breathe().await,
+            Ok(Some(Score::Runs { prompt_tokens, runs, mut keys })) => {
+                let held = runs.iter().map(|run| run.blocks as usize).max().unwrap_or(0);
+                if keys.own.is_empty() || (held > 0 && held + GLIMPSE_MARGIN > keys.own.len()) {
+                    return None;
+                }
+                if !certain {
+                    // Nothing may be expected of engines on its strength.
+                    keys.own.clear();
+                }
+                let prompt_tokens = (prompt_tokens as f64 * part) as u64;
+                return Some(Score::Runs { prompt_tokens, runs, keys });
+            }
+            Ok(Some(_)) | Err(_) => return None,
+        }
+    }
+}
+
+fn begin<'o, 'a>(
+    api: Api,
+    service: &'o Service,
+    kv: &'o KvExact,
+    models: &'o ModelTable,
+    body: &'o BodyView<'a>,
     request: &RequestView<'_>,
     prefixes: &mut PrefixCache,
-) -> Result<Job<'a>, MissReason> {
+) -> Result<Begun<'o, 'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
-    let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
+    let named = body.model.as_deref().or_else(|| request.model());
+    // `/generate` names none: then it is the rule's.
+    let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
     let adapter = kv.adapters.get(model);
     let base = adapter.map_or(model, |adapter| &adapter.base);
     let model = models.lookup(base).ready()?;
     let lora = adapter.map(|adapter| &adapter.lora);
+    let rendering = Rendering {
+        engine: service.engine,
+        template: kv.chat_template.as_ref(),
+        kwargs: kv.chat_template_kwargs.as_deref(),
+        add_bos: kv.add_bos,
+    };
     let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
-    Job::of_view(api, body, model, kv.chat_template.as_ref(), keying, prefixes)
+    Job::begin(api, body, model, rendering, keying, prefixes)
 }
 
 /// Whether some holder's keys are not the rule's.
@@ -188,13 +275,19 @@ struct Work<'a> {
     job: Option<Job<'a>>,
     own: InSpace,
     others: Vec<InSpace>,
-    prefixes: &'a RefCell<PrefixCache>,
+    means: Means<'a>,
 }
 
 impl Drop for Work<'_> {
     fn drop(&mut self) {
         if let Some(job) = self.job.take() {
-            job.remember(&mut self.prefixes.borrow_mut());
+            let mut prefixes = self.means.prefixes.borrow_mut();
+            job.remember(&mut prefixes);
+            if let Some(aside) = self.means.aside
+                && let Some(garbage) = prefixes.take_garbage()
+            {
+                aside.discard(garbage);
+            }
         }
     }
 }

@@ -31,6 +31,8 @@ impl Fleet {
             algo_given: true,
             adapters: HashMap::new(),
             chat_template: None,
+            chat_template_kwargs: None,
+            add_bos: None,
             min_match_tokens: 16,
             spill_relief: false,
             mean_load_factor: 175,
