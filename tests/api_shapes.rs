@@ -3,15 +3,19 @@
 #[path = "common/byte_tokenizer.rs"]
 mod byte_tokenizer;
 
+use std::num::NonZeroU32;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::SystemTime;
 
 use byte_tokenizer::tokenizer;
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use shards::prompt::{Api, Model, ModelFiles, Rendering, preview};
-use shards::service::Engine;
+use shards::block::{Contract, HashAlgo, KeyStream, NoneHash, PromptExtras};
+use shards::ids::BlockKey;
+use shards::prompt::{Api, BodyView, Job, Keying, Model, ModelFiles, PrefixCache, Rendering, Step, preview};
+use shards::service::{Engine, MissReason};
 
 fn model(slug: &str, template: &str) -> Model {
     let files = ModelFiles {
@@ -67,6 +71,70 @@ fn every_shape_leads_to_the_prompt_of_the_contract() {
     }
     assert!(cases.len() >= 80, "the vectors are whole");
     assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
+}
+
+/// Small blocks, so that most prompts fill some.
+const BLOCK_TOKENS: NonZeroU32 = NonZeroU32::new(4).unwrap();
+
+/// The keys a shard makes of a request, on the way that begins with what it remembers.
+fn keys_of(
+    api: Api,
+    body: &str,
+    model: &Arc<Model>,
+    rendering: Rendering<'_>,
+    contract: &Contract,
+    cache: &mut PrefixCache,
+) -> Result<Vec<BlockKey>, MissReason> {
+    let keying = Keying { contract, block_tokens: BLOCK_TOKENS.get(), lora: None };
+    let view = BodyView::parse(body.as_bytes()).expect("the vectors are JSON objects");
+    let mut job = Job::of_view(api, &view, model, rendering, keying, cache)?;
+    while job.step()? == Step::More {}
+    let keys = job.keys().to_vec();
+    job.remember(cache);
+    Ok(keys)
+}
+
+#[test]
+fn every_shape_is_keyed_as_its_prompt_remembered_or_not() {
+    let vectors = vectors();
+    let templates = vectors["templates"].as_object().expect("templates");
+    let models: Vec<(&str, Arc<Model>)> = templates
+        .iter()
+        .map(|(name, text)| (name.as_str(), Arc::new(model("m", text.as_str().expect("a text")))))
+        .collect();
+    let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::XxhashCbor, "0"));
+    let mut cache = PrefixCache::new(1 << 20);
+    let (mut keyed, mut missed) = (0, 0);
+    for case in vectors["cases"].as_array().expect("cases") {
+        let body = &case["body"];
+        // Which tokens are kept, and what salts add, other tests tell.
+        if ["truncate_prompt_tokens", "cache_salt", "extra_key"].iter().any(|member| body.get(*member).is_some()) {
+            continue;
+        }
+        let (_, model) = models.iter().find(|(known, _)| case["template"] == *known).expect("a template");
+        let kwargs = case.get("kwargs").map(Value::to_string);
+        let rendering = Rendering {
+            kwargs: kwargs.as_deref(),
+            add_bos: case["add_bos"].as_bool(),
+            ..Rendering::of(engine_of(case["engine"].as_str().expect("an engine")))
+        };
+        let api = Api::of("POST", case["path"].as_str().expect("a path")).expect("a path with a prompt");
+        let body = body.to_string();
+        let wanted = preview(api, body.as_bytes(), model, rendering).map(|prompt| {
+            let extras = PromptExtras::default();
+            let mut stream = KeyStream::new(&contract, &extras, BLOCK_TOKENS).expect("nothing but tokens");
+            let mut ids = &prompt.ids[..];
+            std::iter::from_fn(|| stream.next_key(&mut ids)).collect::<Vec<_>>()
+        });
+        for time in ["first", "second", "third"] {
+            let told = keys_of(api, &body, model, rendering, &contract, &mut cache);
+            assert_eq!(told, wanted, "{} {time}", case["name"]);
+        }
+        keyed += usize::from(wanted.as_ref().is_ok_and(|keys| !keys.is_empty()));
+        missed += usize::from(wanted.is_err());
+    }
+    assert!(keyed >= 40 && missed >= 10, "{keyed} keyed, {missed} missed");
+    assert!(cache.stats().hits > 40, "{:?}", cache.stats());
 }
 
 #[test]
