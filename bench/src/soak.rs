@@ -105,7 +105,11 @@ fn run(args: &Args, directory: &Path, out: &mut impl Write) -> anyhow::Result<bo
             std::thread::spawn(move || client(address, &args, number, &stop, &sent))
         })
         .collect();
-    writeln!(out, "{:>7} {:>9} {:>9} {:>11} {:>11} {:>9} {:>9}", "s", "prompts", "RSS MB", "held MB", "bound MB", "kept", "evicted")?;
+    writeln!(
+        out,
+        "{:>7} {:>9} {:>9} {:>11} {:>11} {:>9} {:>9}",
+        "s", "prompts", "RSS MB", "held MB", "bound MB", "kept", "evicted"
+    )?;
     let (start, mut looks) = (Instant::now(), Vec::new());
     while start.elapsed().as_secs_f64() < args.seconds {
         std::thread::sleep(Duration::from_secs_f64(args.every));
@@ -155,7 +159,8 @@ fn verdict(looks: &[Look], bound: f64, failed: u64, out: &mut impl Write) -> any
 /// Resident memory of a process, bytes.
 fn resident(process: u32) -> anyhow::Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).context("the gateway has ended")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("/proc/…/status has another form")?;
+    let line =
+        status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("/proc/…/status has another form")?;
     let kilobytes: u64 = line.trim().trim_end_matches(" kB").parse()?;
     Ok(kilobytes * 1024)
 }

@@ -226,9 +226,8 @@ fn for_shards(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
 /// What shards remember of prompts, and what came of it.
 fn prompts(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
     type Read = fn(&PrefixStats) -> u64;
-    let of = |shard: &ShardView, read: Read| {
-        (vec![("shard", shard.id().0.to_string())], read(&shard.status.prompts.load()))
-    };
+    let of =
+        |shard: &ShardView, read: Read| (vec![("shard", shard.id().0.to_string())], read(&shard.status.prompts.load()));
     let gauges: [(&str, &str, Read); 2] = [
         ("kvlane_prompt_cache_bytes", "Bytes held of prompts, bounded by limits.prompt_cache_bytes", |s| s.bytes),
         ("kvlane_prompt_cache_prompts", "Prompts held", |s| s.prompts),
@@ -243,7 +242,9 @@ fn prompts(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
         ("kvlane_prompt_cache_evictions", "Prompts dropped to stay within the bound", |s| s.evictions),
         ("kvlane_prompt_regrown", "Chats rendered from their end only", |s| s.regrown),
         ("kvlane_prompt_regrown_checked", "Such chats compared with the whole render", |s| s.checked),
-        ("kvlane_prompt_regrown_differences", "Comparisons that failed; each ends it for a template", |s| s.differences),
+        ("kvlane_prompt_regrown_differences", "Comparisons that failed; each ends it for a template", |s| {
+            s.differences
+        }),
     ];
     for (name, help, read) in counters {
         families.counter(name, help, view.shards.iter().map(|shard| of(shard, read)))?;

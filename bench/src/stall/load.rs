@@ -34,7 +34,12 @@ pub fn request(path: &str, body: &str) -> Vec<u8> {
 
 /// Starts a client that sends the request until it is told to stop; with a number, each time with another mark. Returns
 /// how many were answered, and how many not.
-pub fn spawn(proxy: SocketAddr, mut request: Vec<u8>, unlike: Option<u64>, stop: Arc<AtomicBool>) -> JoinHandle<(u64, u64)> {
+pub fn spawn(
+    proxy: SocketAddr,
+    mut request: Vec<u8>,
+    unlike: Option<u64>,
+    stop: Arc<AtomicBool>,
+) -> JoinHandle<(u64, u64)> {
     std::thread::spawn(move || {
         give_way();
         let (mut done, mut failed) = (0, 0);

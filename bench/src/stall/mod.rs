@@ -22,8 +22,8 @@ use hdrhistogram::Histogram;
 use loadgen::workload::Random;
 use shards::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
 use shards::executor::{Aside, Rung};
-use shards::inventory::{self, ReaderFactory, Writer};
 use shards::ids::{EndpointIndex, Rank};
+use shards::inventory::{self, ReaderFactory, Writer};
 use shards::prompt::{Api, Job, Keying, Model, Rendering, Step};
 use shards::service::Engine;
 
@@ -106,8 +106,23 @@ pub fn run(args: &Args, out: &mut impl Write) -> anyhow::Result<()> {
     writeln!(
         out,
         "model {}, prompts of {} B, {} s each; µs\n{:<9} {:<10} {:<5} {:>3} {:>8} | {:>8} {:>8} | {:>8} {:>8} | {:>7} {:>7} {:>7} | {:>7} {:>8}",
-        args.model.model, args.bytes, args.seconds,
-        "driver", "input", "mode", "n", "prompts", "gap99.9", "max", "tmr99.9", "max", "echo50", "99", "99.9", "small99", "added"
+        args.model.model,
+        args.bytes,
+        args.seconds,
+        "driver",
+        "input",
+        "mode",
+        "n",
+        "prompts",
+        "gap99.9",
+        "max",
+        "tmr99.9",
+        "max",
+        "echo50",
+        "99",
+        "99.9",
+        "small99",
+        "added"
     )?;
     for driver in &args.drivers {
         let rung = if *driver == Driver::Epoll { Rung::Epoll } else { Rung::DeferTaskrun };
@@ -198,7 +213,9 @@ fn measure(
     let clients: Vec<_> = requests[..concurrent]
         .iter()
         .enumerate()
-        .map(|(n, request)| load::spawn(shard.proxy, request.clone(), unlike.then_some(n as u64 + 1), Arc::clone(&stop)))
+        .map(|(n, request)| {
+            load::spawn(shard.proxy, request.clone(), unlike.then_some(n as u64 + 1), Arc::clone(&stop))
+        })
         .collect();
     // What the first prompts cost (fresh memory, connections) is not what is measured.
     std::thread::sleep(Duration::from_millis(300));

@@ -23,9 +23,11 @@ use crate::block::{Contract, ContractError, KeyStream, Lora, PromptExtras};
 use crate::ids::BlockKey;
 use crate::service::{Engine, MissReason};
 
-/// Text of one slice, bytes: under 1 ms even for texts that tokenize slowly (9 MB/s). Where the tokenizer has no
-/// proved cut in so many bytes the keys end.
+/// Text of one slice, bytes.
 pub const SLICE_BYTES: usize = 8 * 1024;
+/// Piece of text without a proved cut after which the keys end: encoding it cannot be interrupted, and the slowest texts
+/// (newlines, 5 MB/s) then take under 1 ms.
+const PIECE_BYTES_MAX: usize = 4 * 1024;
 /// Time after which a slice ends at the next mark: some texts tokenize ten times slower than others.
 const SLICE_TIME: Duration = Duration::from_micros(300);
 /// Token ids read from a list in one slice.
@@ -68,6 +70,8 @@ pub struct Job<'a> {
     offered: usize,
     tokens: u64,
     bytes_done: u64,
+    /// The next slice is one long piece.
+    long_next: bool,
 }
 
 /// A stream of keys under another contract, from the same tokens.
@@ -239,6 +243,12 @@ impl<'a> Job<'a> {
         Ok(if matches!(self.source, Source::Done | Source::Unbroken { .. }) { Step::Done } else { Step::More })
     }
 
+    /// Whether the next slice is likely to take close to 1 ms: it should begin with a fresh visit to the driver.
+    #[must_use]
+    pub fn is_long_next(&self) -> bool {
+        self.long_next
+    }
+
     /// Keys made since the last call.
     pub fn take_keys(&mut self) -> &[BlockKey] {
         let from = std::mem::replace(&mut self.taken, self.offered);
@@ -289,6 +299,11 @@ impl<'a> Job<'a> {
                 self.source = Source::Unbroken { bytes: self.memory.text.len() - at };
                 return Ok(());
             };
+            // A long piece is a slice of its own.
+            self.long_next = end - at > PLAIN_BYTES && at > from;
+            if self.long_next {
+                break;
+            }
             let piece = &self.memory.text[at..end];
             tokenizer.encode(piece, &mut self.scratch, &mut self.piece).map_err(|error| {
                 tracing::debug!(%error, "a prompt is routed without keys");
@@ -360,11 +375,12 @@ pub(super) const PIECE: PieceLengths = PieceLengths {
     token_last: MARK_BYTES_LAST,
     last: LAST_BYTES,
     plain: PLAIN_BYTES,
-    max: SLICE_BYTES,
+    max: PIECE_BYTES_MAX,
 };
 
 /// What became of a prompt's begin.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "one for each request, taken apart at once")]
 pub enum Begun<'o, 'a> {
     /// Its job.
     Job(Job<'a>),
@@ -539,7 +555,8 @@ impl<'o, 'a> Opening<'o, 'a> {
         match self.api {
             Api::ChatCompletions => {
                 let engine = self.rendering.engine;
-                self.view.truncate_prompt_tokens.is_some() || (engine == Engine::Sglang && self.view.input_ids.is_none())
+                self.view.truncate_prompt_tokens.is_some()
+                    || (engine == Engine::Sglang && self.view.input_ids.is_none())
             }
             _ => true,
         }
@@ -558,7 +575,8 @@ impl<'o, 'a> Opening<'o, 'a> {
         let context = self.context("chat");
         let strides = prefix_cache::strides(&context, raw.as_bytes());
         let known = cache.known(&context, &strides, raw.as_bytes());
-        if known == 0 || large::is_large(&raw[raw.ceil_char_boundary(known)..]) {
+        // Large members are part of every excerpt.
+        if known == 0 || self.has_large_members() || large::is_large(&raw[raw.ceil_char_boundary(known)..]) {
             let unknown = known <= IN_PLACE_BYTES;
             return Ok(Begun::Pending(self.pending(raw, strides, unknown)));
         }
@@ -613,9 +631,7 @@ impl<'o, 'a> Opening<'o, 'a> {
                     Ok(Recalled::Ready(memory)) => Opened::of_text(memory, strides, special),
                     // Nothing is left to others where nothing is large.
                     Ok(Recalled::Growing(_)) => Err(MissReason::Tokenize),
-                    Err(MissReason::Media) => {
-                        self.open_surrounded(request::whole_chat(view, model, rendering)?, cache)
-                    }
+                    Err(MissReason::Media) => self.open_surrounded(request::whole_chat(view, model, rendering)?, cache),
                     Err(reason) => Err(reason),
                 }
             }
@@ -642,6 +658,7 @@ impl<'o, 'a> Opening<'o, 'a> {
             offered: 0,
             tokens: mark.tokens,
             bytes_done: mark.at as u64,
+            long_next: false,
         })
     }
 

@@ -6,25 +6,26 @@
 
 use std::sync::Arc;
 
+use super::Api;
 use super::body::BodyView;
 use super::chat::ChatRequest;
 use super::conversation::{self, Message};
 use super::frame::Frame;
 use super::model::Model;
 use super::request::{self, Prompt, Rendering, Source, Truncation};
-use super::Api;
 use crate::service::{Engine, MissReason};
 
-/// Bytes of JSON that are read and rendered in place: about a quarter of a millisecond.
-pub(super) const IN_PLACE_BYTES: usize = 32 * 1024;
+/// Bytes of JSON that are read and rendered in place: about a quarter of a millisecond. Few in tests, so that both ways
+/// are gone.
+pub(super) const IN_PLACE_BYTES: usize = if cfg!(test) { 2 * 1024 } else { 32 * 1024 };
 /// Objects among them: each message costs some microseconds beside its text.
 const IN_PLACE_OBJECTS: usize = 128;
 /// Bytes of a JSON string that are read in place, whatever its escapes.
-const IN_PLACE_TEXT_BYTES: usize = 128 * 1024;
+const IN_PLACE_TEXT_BYTES: usize = if cfg!(test) { 4 * 1024 } else { 128 * 1024 };
 /// Bytes of a prompt beyond which it is neither looked for among those remembered nor remembered.
 pub(super) const REMEMBERED_BYTES_MAX: usize = 4 * 1024 * 1024;
 /// Bytes of the body copied in one go.
-const COPY_BYTES: usize = 256 * 1024;
+const COPY_BYTES: usize = if cfg!(test) { 1000 } else { 256 * 1024 };
 
 /// Whether so much JSON is better not read in place.
 pub(super) fn is_large(raw: &str) -> bool {

@@ -133,6 +133,7 @@ pub struct PrefixCache {
     stats: PrefixStats,
     pub(super) trust: Trust,
     /// Memories that take long to drop.
+    #[expect(clippy::vec_box, reason = "they come in boxes, which are cheaper to move")]
     garbage: Vec<Box<Memory>>,
 }
 

@@ -4,7 +4,7 @@ use super::*;
 use crate::block::{Contract, HashAlgo, KeyStream, NoneHash, PromptExtras};
 use crate::ids::BlockKey;
 use crate::prompt::outside_data::{self, Random};
-use crate::prompt::{Api, BodyView, Job, Keying, Model, ModelFiles, Rendering, Step};
+use crate::prompt::{Api, Begun, BodyView, Glimpse, Job, Keying, Model, ModelFiles, Rendering, Step};
 use crate::service::{Engine, MissReason};
 
 /// Template of the vectors, tokenizer directory.
@@ -144,6 +144,46 @@ fn a_conversation_has_the_keys_of_its_whole_render_at_every_turn() {
     }
 }
 
+/// Of large prompts only the begin is looked at first: its keys are those of the whole.
+#[test]
+fn a_glimpse_has_the_first_keys_of_the_whole() {
+    let test = "a_glimpse_has_the_first_keys_of_the_whole";
+    for (number, (name, _)) in MODELS.iter().enumerate() {
+        let Some(model) = model(test, number) else { continue };
+        let text = outside_data::mixed_text();
+        let mut random = Random(0x611 + number as u64);
+        let (mut seen, mut wrong) = (0, 0);
+        for _ in 0..rounds(60) {
+            let mut messages = vec![message(&mut random, "system", &text)];
+            for turn in 0..2 + random.below(14) {
+                messages.push(message(&mut random, if turn % 2 == 0 { "user" } else { "assistant" }, &text));
+            }
+            let chat = serde_json::json!({"messages": messages}).to_string();
+            let start = text.floor_char_boundary(random.below(text.len() / 2));
+            let completion = serde_json::json!({"prompt": &text[start..]}).to_string();
+            for (api, body) in [(Api::ChatCompletions, chat), (Api::Completions, completion)] {
+                let Ok((whole, tokens)) = run(api, &body, &model, &mut PrefixCache::new(0)) else { continue };
+                let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::XxhashCbor, "0"));
+                let keying = Keying { contract: &contract, block_tokens: 16, lora: None };
+                let view = BodyView::parse(body.as_bytes()).unwrap();
+                let rendering = Rendering::of(Engine::Vllm);
+                let begun = Job::begin(api, &view, &model, rendering, keying, &mut PrefixCache::new(0)).unwrap();
+                let Begun::Pending(pending) = begun else { continue };
+                let Some(Glimpse { mut job, certain, part }) = pending.glimpse() else { continue };
+                while job.step().unwrap() == Step::More {}
+                seen += usize::from(!job.keys().is_empty());
+                let same = whole.starts_with(job.keys());
+                assert!(same || !certain, "{name}: {body}");
+                wrong += usize::from(!same);
+                let estimate = job.prompt_tokens() as f64 * part;
+                assert!(estimate > tokens as f64 / 6.0 && estimate < tokens as f64 * 6.0, "{estimate} of {tokens}");
+            }
+        }
+        eprintln!("{name}: {seen} glimpses, {wrong} of them wrong");
+        assert!(seen > 20 && wrong * 20 <= seen);
+    }
+}
+
 /// The keys of a text's whole tokenization, without the job: in blocks of one token.
 fn whole_keys(text: &str, model: &Model) -> (Vec<BlockKey>, u64) {
     let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::XxhashCbor, "0"));
@@ -176,7 +216,8 @@ fn corpus(test: &str) -> Vec<String> {
 fn piece(random: &mut Random, texts: &[String], specials: &[String]) -> String {
     match random.below(12) {
         0 | 1 if !specials.is_empty() => specials[random.below(specials.len())].clone(),
-        2 => [" ", "\n", "\t", "a", "\u{3000}", "\r\n", "😀", "1", "-", "好"][random.below(10)].repeat(1 + random.below(200)),
+        2 => [" ", "\n", "\t", "a", "\u{3000}", "\r\n", "😀", "1", "-", "好"][random.below(10)]
+            .repeat(1 + random.below(200)),
         _ => {
             let text = &texts[random.below(texts.len())];
             let start = text.floor_char_boundary(random.below(text.len()));

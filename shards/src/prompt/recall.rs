@@ -66,7 +66,12 @@ impl Growing {
 }
 
 /// The memory of a conversation that was read and rendered elsewhere.
-pub(super) fn made(cache: &mut PrefixCache, mut memory: Box<Memory>, strides: &Strides, tokenizer: &Tokenizer) -> Box<Memory> {
+pub(super) fn made(
+    cache: &mut PrefixCache,
+    mut memory: Box<Memory>,
+    strides: &Strides,
+    tokenizer: &Tokenizer,
+) -> Box<Memory> {
     if strides.is_empty() {
         return memory;
     }

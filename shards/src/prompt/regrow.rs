@@ -151,7 +151,11 @@ impl Growth<'_> {
     pub(super) fn text(self, trust: &mut Trust) -> Result<Grown, MissReason> {
         let large = self.large;
         let whole = || {
-            if large { Ok(Grown::Unknown(None)) } else { self.frame.render(self.messages, self.template).map(Grown::Whole) }
+            if large {
+                Ok(Grown::Unknown(None))
+            } else {
+                self.frame.render(self.messages, self.template).map(Grown::Whole)
+            }
         };
         let Some(chosen) = self.chosen().filter(|_| self.frame.is_plain(self.messages, self.template)) else {
             return whole();

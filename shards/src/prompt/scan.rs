@@ -52,11 +52,18 @@ enum Expects {
     /// A comma, or the end of what is open.
     Comma,
     /// The inside of a string, which is a key or not.
-    Text { key: bool },
+    Text {
+        key: bool,
+    },
     /// What follows a backslash.
-    Escape { key: bool },
+    Escape {
+        key: bool,
+    },
     /// Hexadecimal digits of an escape.
-    Hex { key: bool, left: u8 },
+    Hex {
+        key: bool,
+        left: u8,
+    },
     /// The rest of `true`, `false` or `null`.
     Word(&'static [u8]),
     Number(Number),
@@ -366,7 +373,8 @@ mod tests {
         }
         if let (Some(found), Some(plain)) = (found, plain) {
             for (name, value) in &plain {
-                let last = found.iter().rev().find(|(n, _)| serde_json::from_str::<String>(n).ok().as_ref() == Some(name));
+                let last =
+                    found.iter().rev().find(|(n, _)| serde_json::from_str::<String>(n).ok().as_ref() == Some(name));
                 let last: serde_json::Value = serde_json::from_str(&last.unwrap().1).unwrap();
                 prop_assert_eq!(&last, value);
             }

@@ -3,13 +3,11 @@
 
 use std::cell::RefCell;
 
-use crate::executor::{Aside, Ticket, TicketGuard};
+use crate::executor::{Aside, Ticket, TicketGuard, turn};
 use crate::ids::{BlockKey, EndpointIndex};
 use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
-use crate::prompt::{
-    Api, Begun, BodyView, Glimpse, Job, Keying, ModelTable, Pending, PrefixCache, Rendering, Step,
-};
+use crate::prompt::{Api, Begun, BodyView, Glimpse, Job, Keying, ModelTable, Pending, PrefixCache, Rendering, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason, Service};
 
@@ -127,6 +125,7 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
     let mut work = Work { job: Some(job), own, others, means };
     loop {
         match work.slice(reader) {
+            Ok(None) if work.is_long_next() => turn().await,
             Ok(None) => ticket.breathe().await,
             Ok(Some(score)) => return score,
             Err(reason) => return Score::Miss(reason),
@@ -176,6 +175,7 @@ async fn of_glimpse(
     ticket.breathe().await;
     loop {
         match work.slice(reader) {
+            Ok(None) if work.is_long_next() => turn().await,
             Ok(None) => ticket.breathe().await,
             Ok(Some(Score::Runs { prompt_tokens, runs, mut keys })) => {
                 let held = runs.iter().map(|run| run.blocks as usize).max().unwrap_or(0);
@@ -293,6 +293,10 @@ impl Drop for Work<'_> {
 }
 
 impl Work<'_> {
+    fn is_long_next(&self) -> bool {
+        self.job.as_ref().is_some_and(Job::is_long_next)
+    }
+
     /// One slice: some keys, and how far the holders go along with them. The inventory is not held beyond it.
     fn slice(&mut self, reader: &Reader) -> Result<Option<Score>, MissReason> {
         let Some(job) = &mut self.job else { return Err(MissReason::Hashes) };
