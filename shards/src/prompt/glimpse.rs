@@ -18,7 +18,7 @@ use super::scan::Scan;
 use crate::service::Engine;
 
 /// Bytes of source that are looked at.
-const GLIMPSE_BYTES: usize = if cfg!(test) { 1200 } else { 12 * 1024 };
+const GLIMPSE_BYTES: usize = if cfg!(test) { 1200 } else { 8 * 1024 };
 /// Bytes that are looked at beyond them for a place inside a message's content.
 const FURTHER_BYTES: usize = 4 * 1024;
 
@@ -89,7 +89,7 @@ fn closed(raw: &str) -> Option<String> {
     let ends: Vec<char> = scan.ends().collect();
     closed.extend(&ends[..ends.len() - 1]);
     // Templates ask where the last question stands; there is one behind the cut if the rest names a user at all.
-    let asks = |text: &str| memchr::memmem::rfind(text.as_bytes(), b"\"user\"");
+    let asks = |text: &str| memchr::memmem::find(text.as_bytes(), b"\"user\"");
     let message = raw[..begin].rfind("\"role\"").map_or(0, |at| at);
     if asks(&raw[message..begin]).is_none() && asks(&raw[cut..]).is_some() {
         closed.push_str(r#",{"role":"user","content":"?"}"#);

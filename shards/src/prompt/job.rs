@@ -43,6 +43,10 @@ const MARK_BYTES_LAST: usize = 48;
 const LAST_BYTES: usize = 4096;
 /// Piece of text without a special token, after which a cut of another kind is taken.
 const PLAIN_BYTES: usize = 2048;
+/// Begin of a large prompt by which it is known or not.
+const KNOWN_BEGIN_BYTES: usize = 32 * 1024;
+/// What two prompts may share by chance.
+const KNOWN_BYTES_MIN: usize = 1024;
 /// Remembered keys shown in one slice.
 const SLICE_KEYS: usize = 4096;
 
@@ -479,6 +483,10 @@ impl<'a> Pending<'_, 'a> {
                 memory.messages = messages;
                 memory.frame = Some(frame);
                 memory.text = text;
+                let strides = match memory.raw.len() {
+                    0..=REMEMBERED_BYTES_MAX => prefix_cache::strides(&memory.context, memory.raw.as_bytes()),
+                    _ => Strides::new(),
+                };
                 let memory = recall::made(cache, memory, &strides, model.tokenizer());
                 Opened::of_text(memory, strides, special)?
             }
@@ -573,10 +581,16 @@ impl<'o, 'a> Opening<'o, 'a> {
             return Ok(Begun::Pending(self.pending(raw, Strides::new(), true)));
         }
         let context = self.context("chat");
+        // A prompt that was never seen is not worth a look at all of its bytes.
+        let begin = &raw.as_bytes()[..raw.len().min(KNOWN_BEGIN_BYTES)];
+        if cache.known(&context, &prefix_cache::strides(&context, begin), begin) < KNOWN_BYTES_MIN {
+            return Ok(Begun::Pending(self.pending(raw, Strides::new(), true)));
+        }
         let strides = prefix_cache::strides(&context, raw.as_bytes());
         let known = cache.known(&context, &strides, raw.as_bytes());
         // Large members are part of every excerpt.
-        if known == 0 || self.has_large_members() || large::is_large(&raw[raw.ceil_char_boundary(known)..]) {
+        if known < KNOWN_BYTES_MIN || self.has_large_members() || large::is_large(&raw[raw.ceil_char_boundary(known)..])
+        {
             let unknown = known <= IN_PLACE_BYTES;
             return Ok(Begun::Pending(self.pending(raw, strides, unknown)));
         }

@@ -169,6 +169,12 @@ impl<'a> Scan<'a> {
         match self.expects {
             Expects::Text { key } => {
                 self.at += plain_bytes(&self.bytes[self.at..end]);
+                // Most escapes are of two bytes and need no state.
+                while let [b'\\', b'n' | b'"' | b'\\' | b't' | b'r' | b'/' | b'b' | b'f', ..] = self.bytes[self.at..end]
+                {
+                    self.at += 2;
+                    self.at += plain_bytes(&self.bytes[self.at..end]);
+                }
                 if self.at < end {
                     self.end_of_run(key, found)?;
                 }
