@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Instant;
@@ -176,24 +176,35 @@ pub(super) fn report_panic(panic: &(dyn Any + Send)) {
     });
 }
 
-fn note_wake() {
+/// Notes a visit, if the wake comes from the driver; whether it comes from a thread that is no shard.
+fn note_wake() -> bool {
     // A thread that ends has no locals left; its wakes are none of ours.
-    let _ = LOCAL.try_with(|local| {
-        if local.in_task.get() || !local.ran.get() {
-            return;
+    let foreign = LOCAL.try_with(|local| {
+        if local.meter.borrow().is_none() {
+            return true;
         }
-        let meter = local.meter.borrow();
-        let Some(meter) = meter.as_ref() else { return };
-        meter.record(local.last_end_ns.get().saturating_sub(local.visit_ns.get()));
-        local.visits.set(local.visits.get() + 1);
-        local.visit_ns.set(now_ns());
-        local.ran.set(false);
+        if !local.in_task.get() && local.ran.get() {
+            note_visit(local);
+        }
+        false
     });
+    foreign.unwrap_or(true)
+}
+
+fn note_visit(local: &Local) {
+    if let Some(meter) = local.meter.borrow().as_ref() {
+        meter.record(local.last_end_ns.get().saturating_sub(local.visit_ns.get()));
+    }
+    local.visits.set(local.visits.get() + 1);
+    local.visit_ns.set(now_ns());
+    local.ran.set(false);
 }
 
 /// The waker that operations of a watched task are given.
 struct Hook {
     task: OnceLock<Waker>,
+    /// Woken by another thread: the shard may have slept until then, and only the driver sees such a wake.
+    foreign: AtomicBool,
 }
 
 impl Wake for Hook {
@@ -202,7 +213,9 @@ impl Wake for Hook {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        note_wake();
+        if note_wake() {
+            self.foreign.store(true, Ordering::Release);
+        }
         if let Some(task) = self.task.get() {
             task.wake_by_ref();
         }
@@ -218,7 +231,7 @@ pub(super) struct Watched<F> {
 
 impl<F: Future> Watched<F> {
     pub(super) fn new(future: F) -> Self {
-        let hook = Arc::new(Hook { task: OnceLock::new() });
+        let hook = Arc::new(Hook { task: OnceLock::new(), foreign: AtomicBool::new(false) });
         let waker = Waker::from(Arc::clone(&hook));
         Watched { future: Box::pin(future), hook, waker }
     }
@@ -231,7 +244,15 @@ impl<F: Future> Future for Watched<F> {
         let this = &mut *self;
         // A task keeps one waker for life, so the first one is the only one.
         this.hook.task.get_or_init(|| context.waker().clone());
-        LOCAL.with(|local| local.in_task.set(true));
+        LOCAL.with(|local| {
+            if this.hook.foreign.load(Ordering::Relaxed)
+                && this.hook.foreign.swap(false, Ordering::Acquire)
+                && local.ran.get()
+            {
+                note_visit(local);
+            }
+            local.in_task.set(true);
+        });
         let mut context = Context::from_waker(&this.waker);
         let polled = catch_unwind(AssertUnwindSafe(|| this.future.as_mut().poll(&mut context)));
         LOCAL.with(|local| {

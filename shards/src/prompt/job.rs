@@ -23,11 +23,12 @@ use crate::block::{Contract, ContractError, KeyStream, Lora, PromptExtras};
 use crate::ids::BlockKey;
 use crate::service::{Engine, MissReason};
 
-/// Text of one slice, bytes.
+/// Text of one slice, bytes: under 1 ms for texts that tokenize slowly (14 MB/s). Where the tokenizer has no proved cut in
+/// so many bytes the keys end.
 pub const SLICE_BYTES: usize = 8 * 1024;
-/// Piece of text without a proved cut after which the keys end: encoding it cannot be interrupted, and the slowest texts
-/// (newlines, 5 MB/s) then take under 1 ms.
-const PIECE_BYTES_MAX: usize = 4 * 1024;
+/// Piece of text that mostly repeats one byte after which the keys end: such pieces are the slowest (5 to 10 MB/s), and
+/// encoding one cannot be interrupted.
+const RUN_BYTES_MAX: usize = 4 * 1024;
 /// Time after which a slice ends at the next mark: some texts tokenize ten times slower than others.
 const SLICE_TIME: Duration = Duration::from_micros(300);
 /// Token ids read from a list in one slice.
@@ -299,7 +300,8 @@ impl<'a> Job<'a> {
             && at - from + PLAIN_BYTES <= SLICE_BYTES
             && (at == from || start.elapsed() < SLICE_TIME)
         {
-            let Some(end) = tokenizer.mark_after(&self.memory.text, at, PIECE) else {
+            let end = tokenizer.mark_after(&self.memory.text, at, PIECE);
+            let Some(end) = end.filter(|&end| !is_long_run(&self.memory.text.as_bytes()[at..end])) else {
                 self.source = Source::Unbroken { bytes: self.memory.text.len() - at };
                 return Ok(());
             };
@@ -379,7 +381,7 @@ pub(super) const PIECE: PieceLengths = PieceLengths {
     token_last: MARK_BYTES_LAST,
     last: LAST_BYTES,
     plain: PLAIN_BYTES,
-    max: PIECE_BYTES_MAX,
+    max: SLICE_BYTES,
 };
 
 /// What became of a prompt's begin.
@@ -723,6 +725,12 @@ fn extras(view: &BodyView<'_>, lora: Option<&Lora>) -> Result<PromptExtras, Miss
         extra_key: text(view.extra_key)?,
         ..PromptExtras::default()
     })
+}
+
+/// Whether a piece takes too long to encode: it mostly repeats one byte.
+fn is_long_run(piece: &[u8]) -> bool {
+    piece.len() > RUN_BYTES_MAX
+        && piece.iter().zip(&piece[1..]).filter(|(byte, next)| byte == next).count() > piece.len() / 2
 }
 
 /// Reads ids of a JSON list up to the slice's limit; the rest, or none when the list is over.

@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 
-use crate::executor::{Aside, Ticket, TicketGuard, turn};
+use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
 use crate::ids::{BlockKey, EndpointIndex};
 use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
@@ -89,12 +89,35 @@ pub struct Means<'a> {
     pub aside: Option<&'a Aside>,
 }
 
+/// Bytes of a request whose prompt is a slice or two: it does not stand in line behind long ones.
+const SMALL_BYTES: usize = 32 * 1024;
+
+/// How a prompt's work goes along with that of others: with the ticket, or, if it is small, between their slices.
+struct Pace(Option<TicketGuard>);
+
+impl Pace {
+    async fn of(request: &RequestView<'_>, ticket: &Ticket) -> Self {
+        if request.bytes.len() <= SMALL_BYTES {
+            breathe().await;
+            return Pace(None);
+        }
+        Pace(Some(ticket.take().await))
+    }
+
+    async fn breathe(&self) {
+        match &self.0 {
+            Some(ticket) => ticket.breathe().await,
+            None => breathe().await,
+        }
+    }
+}
+
 /// Scores the request's prompt, giving way between slices. Dropping it stops the work.
 pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestView<'_>, means: Means<'_>) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
     request.look_through(means.ticket).await;
-    let ticket = means.ticket.take().await;
+    let ticket = Pace::of(request, means.ticket).await;
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
     let others_hold = has_other_spaces(reader);
@@ -137,9 +160,9 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
 async fn prepare<'a>(
     mut pending: Pending<'_, 'a>,
     others_hold: bool,
-    ticket: TicketGuard,
+    ticket: Pace,
     means: Means<'_>,
-) -> Result<(Job<'a>, TicketGuard), MissReason> {
+) -> Result<(Job<'a>, Pace), MissReason> {
     while !pending.step() {
         ticket.breathe().await;
     }
@@ -149,7 +172,7 @@ async fn prepare<'a>(
         Some(aside) => aside.run(|| task.run()).await.map_err(|_| MissReason::Busy)??,
         None => task.run()?,
     };
-    let ticket = means.ticket.take().await;
+    let ticket = Pace(Some(means.ticket.take().await));
     let job = if others_hold {
         pending.finish(prepared, &mut PrefixCache::new(0))?
     } else {
@@ -166,7 +189,7 @@ async fn of_glimpse(
     glimpse: Glimpse<'_>,
     kv: &KvExact,
     reader: &Reader,
-    ticket: &TicketGuard,
+    ticket: &Pace,
     means: Means<'_>,
 ) -> Option<Score> {
     let Glimpse { job, certain, part } = glimpse;
