@@ -43,18 +43,42 @@ fn is_loaded(gateway: &Gateway) -> bool {
     status["models"].as_array().is_some_and(|models| models.iter().any(|model| model["state"] == "ready"))
 }
 
+/// Releases of two engines, what else they are started with, and whether the rule names their algorithm.
+const POOLS: [([&str; 2], &str, bool); 5] = [
+    (["0.23.0", "0.23.0"], "--seed 0", true),
+    (["0.33.0", "0.33.0"], "--seed 0", true),
+    (["0.23.0", "0.33.0"], "--seed 0", true),
+    // Keys that are taken over from the engine, and keys that nobody can make.
+    (["0.23.0", "0.33.0"], "--seed 0 --algo sha256", false),
+    (["0.23.0", "0.33.0"], "--seed f3b1c0ffee", true),
+];
+
 #[test]
 fn salted_prompts_hit_the_blocks_of_their_salt_in_every_release() {
-    for wire in ["0.23.0", "0.33.0"] {
-        let engines = [(); 2].map(|()| EngineProcess::start(&format!("--wire {wire} --time-scale 0")));
+    for (wire, more, named) in POOLS {
+        let engines = wire.map(|wire| EngineProcess::start(&format!("--wire {wire} --time-scale 0 {more}")));
         let tokenizers = fleet::tokenizers();
         let port = free_port();
-        let config = fleet::rule(port, &tokenizers, &engines);
+        let mut config = fleet::rule(port, &tokenizers, &engines);
+        if !named {
+            config = config.replace("kvHashAlgo = \"sha256_cbor\"\n", "");
+        }
         let environment = vec![("LOXILB_KV_COLDSTART_SEED_N", "0".to_owned())];
         let gateway = Gateway::start(Options { config, environment, ..Options::default() });
         wait_for("the engines have said their release, and their model is loaded", || {
-            let known = |index| engine(&gateway, index)["version"] == wire;
+            let known = |index: usize| engine(&gateway, index)["version"] == wire[index];
             (known(0) && known(1) && is_loaded(&gateway)).then_some(())
+        });
+        // A plain prompt each shows how they make their keys.
+        let blocks = || gateway.inventory(0, 0).len() + gateway.inventory(0, 1).len();
+        let made = || engines.iter().map(|engine| engine.keys().len()).sum::<usize>();
+        for number in 0..2 {
+            let plain = format!("Number {number} of the prompts that say nothing but what they ask. ").repeat(4);
+            completion(port, &json!({"model": "kvlane/demo", "prompt": plain, "max_tokens": 1}));
+        }
+        wait_for("both have shown their keys", || {
+            let shown = !gateway.inventory(0, 0).is_empty() && !gateway.inventory(0, 1).is_empty();
+            (shown && blocks() == made()).then_some(())
         });
         let prompt = "Each tenant has a cache of its own, and may not learn what others have asked. ".repeat(12);
         let ask = |salt: Option<&str>| {
@@ -66,20 +90,26 @@ fn salted_prompts_hit_the_blocks_of_their_salt_in_every_release() {
             let cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0);
             (answer.header("x-engine").expect("the engine says who it is").to_owned(), cached)
         };
-        for salt in [Some("tenant-a"), None, Some("tenant-\u{fc}-b")] {
+        for salt in [Some("tenant-a"), None, Some("tenant-\u{fc}-b"), Some("tenant-c")] {
             let (hits, tokens) = ("loxilb_pd_kv_tier15_hits_total", "kvlane_endpoint_hit_tokens_total");
-            let blocks = || gateway.inventory(0, 0).len() + gateway.inventory(0, 1).len();
             let (held, before) = (blocks(), total(&gateway, hits));
             let (holder, cached) = ask(salt);
-            assert_eq!(cached, 0, "{wire} {salt:?}: nobody has asked this before");
-            assert_eq!(total(&gateway, hits), before, "{wire} {salt:?}: no other salt's blocks are taken for these");
-            let made = || engines.iter().map(|engine| engine.keys().len()).sum::<usize>();
+            assert_eq!(cached, 0, "{wire:?} {more} {salt:?}: nobody has asked this before");
+            assert_eq!(
+                total(&gateway, hits),
+                before,
+                "{wire:?} {more} {salt:?}: no other salt's blocks are taken for these"
+            );
             wait_for("all blocks are announced", || (blocks() > held && blocks() == made()).then_some(()));
             let predicted = total(&gateway, tokens);
             let (again, cached) = ask(salt);
-            assert_eq!(again, holder, "{wire} {salt:?}");
-            assert!(cached >= 64, "{wire} {salt:?}: {cached}");
-            assert_eq!(total(&gateway, tokens), predicted + cached, "{wire} {salt:?}: the prediction is the engine's");
+            assert_eq!(again, holder, "{wire:?} {more} {salt:?}");
+            assert!(cached >= 64, "{wire:?} {more} {salt:?}: {cached}");
+            assert_eq!(
+                total(&gateway, tokens),
+                predicted + cached,
+                "{wire:?} {more} {salt:?}: the prediction is the engine's"
+            );
         }
     }
 }

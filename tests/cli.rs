@@ -109,12 +109,17 @@ fn check_reports_rules_cores_descriptors_and_ring() {
 
 #[test]
 fn a_variable_out_of_range_stops_the_start_with_name_value_and_range() {
-    let env = [("LLB_KV_MIN_MATCH_TOKENS", "5000"), ("LOXILB_KV_MEAN_LOAD_FACTOR", "99")];
+    let env = [
+        ("LLB_KV_MIN_MATCH_TOKENS", "5000"),
+        ("LOXILB_KV_MEAN_LOAD_FACTOR", "99"),
+        ("LOXILB_KV_TRTLLM_POLL_MAX_MS", "0"),
+    ];
     let output = run(&["serve"], &env);
     assert_eq!(code(&output), Some(1));
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(text.contains("LLB_KV_MIN_MATCH_TOKENS: \"5000\" is not a whole number within 0 to 4096"), "{text}");
     assert!(text.contains("LOXILB_KV_MEAN_LOAD_FACTOR: \"99\" is not a whole number within 100 to 1000"), "{text}");
+    assert!(text.contains("LOXILB_KV_TRTLLM_POLL_MAX_MS: \"0\" is not a whole number within 1 to 10000"), "{text}");
 }
 
 #[test]

@@ -17,3 +17,4 @@ pub mod proxy;
 pub mod route;
 pub mod service;
 pub mod shard;
+pub mod usage;

@@ -10,12 +10,15 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
+use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
 use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
+use crate::prompt::Rendering;
+use crate::usage::Statements;
 
 /// Everything a shard needs to serve: handed over whole, swapped at once.
 #[derive(Debug)]
@@ -110,6 +113,11 @@ pub struct KvExact {
     /// Whether the rule itself names the algorithm. Where it does not, engines that use another are followed; where it
     /// does, they are at fault.
     pub algo_given: bool,
+    /// Forms of vLLM's extra keys beside the contract's that some of the engines use: requests with an adapter or a salt
+    /// are keyed in each of them.
+    pub other_forms: Vec<Tagging>,
+    /// What blocks outside of device memory are worth.
+    pub weights: MediumWeights,
     /// Adapters that the engines serve, by the name that requests ask for.
     pub adapters: HashMap<Box<str>, Adapter>,
     /// Chat template file's text that overrides the model's own (`kvChatTemplate`), if the rule names one.
@@ -132,6 +140,29 @@ pub struct KvExact {
     pub zero_hit_every: u32,
     /// The service's inventory, to be read.
     pub inventory: inventory::ReaderFactory,
+}
+
+impl KvExact {
+    /// How the service's engines turn requests into prompts.
+    #[must_use]
+    pub fn rendering(&self, engine: Engine) -> Rendering<'_> {
+        Rendering {
+            engine,
+            template: self.chat_template.as_ref(),
+            kwargs: self.chat_template_kwargs.as_deref(),
+            add_bos: self.add_bos,
+        }
+    }
+}
+
+/// What a block is worth that lies in another medium than the engine's device memory, in percent of one that lies there
+/// (`kvMediumWeights`). Media that are neither are worth nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MediumWeights {
+    /// The host's memory: `CPU`, `CPU_PINNED`, TensorRT-LLM's level 1.
+    pub cpu: u8,
+    /// Whatever lies behind it: `STORAGE`, `FS`, `OBJ`, `DISK`; no more than `cpu`.
+    pub storage: u8,
 }
 
 /// An adapter that a service's engines serve beside their model.
@@ -318,6 +349,8 @@ pub struct EndpointShared {
     pub kv_blocks: AtomicU64,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
+    /// What its engine says of its cache, for the ingest thread.
+    pub usage: Statements,
     /// Counters, a row per shard.
     pub stats: Box<[EndpointStats]>,
 }
@@ -333,6 +366,7 @@ impl EndpointShared {
             connect_failures: AtomicU32::new(0),
             kv_blocks: AtomicU64::new(0),
             predictions: Predictions::default(),
+            usage: Statements::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),
         }
     }

@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::SystemTime;
 
+use shards::block::vllm::Tagging;
 use shards::block::{Contract, HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ShardId};
 use shards::inventory::{self, Writer};
 use shards::prompt::{Api, Entry, Job, Keying, Model, ModelFiles, ModelTable, Rendering, Step};
-use shards::service::{self, KvExact, MissReason, Tables};
+use shards::service::{self, KvExact, MediumWeights, MissReason, Tables};
 use shards::shard::Command;
 use support::*;
 
@@ -41,7 +42,11 @@ fn completion(prompt: &str) -> Vec<u8> {
 }
 
 fn keys(model: &Arc<Model>, body: &[u8]) -> Vec<BlockKey> {
-    let keying = Keying { contract: &contract(), block_tokens: BLOCK_TOKENS, lora: None };
+    keys_under(model, body, &contract())
+}
+
+fn keys_under(model: &Arc<Model>, body: &[u8], contract: &Contract) -> Vec<BlockKey> {
+    let keying = Keying { contract, block_tokens: BLOCK_TOKENS, lora: None };
     let mut job =
         Job::new(Api::Completions, body, model, Rendering::of(service::Engine::Vllm), keying).expect("a prompt");
     while job.step().expect("a good prompt") == Step::More {}
@@ -58,6 +63,8 @@ fn gateway(rung: shards::executor::Rung, model: &Arc<Model>, engines: &[&Engine]
         block_tokens: BLOCK_TOKENS,
         contract: contract(),
         algo_given: true,
+        other_forms: vec![Tagging::MmOffset],
+        weights: MediumWeights::default(),
         adapters: HashMap::new(),
         chat_template: None,
         chat_template_kwargs: None,
@@ -124,6 +131,34 @@ fn a_prompt_goes_to_its_holder_and_each_miss_is_counted_by_its_reason() {
         let before = all();
         assert_eq!(client.ask(post("/tokenize", &body)).status(), 200);
         assert_eq!(all(), before, "{rung:?}");
+        gateway.stop();
+    }
+}
+
+#[test]
+fn in_a_pool_of_several_releases_a_salted_prompt_is_keyed_in_each_ones_form() {
+    let model = model();
+    let text = "Each tenant has a cache of its own, and may not learn what others have asked. ".repeat(12);
+    let ask =
+        |salt: &str| serde_json::json!({"model": "m", "prompt": text, "cache_salt": salt}).to_string().into_bytes();
+    let Contract::Vllm { none_hash, lookahead, .. } = contract() else { unreachable!("a contract of vLLM") };
+    let older = Contract::Vllm { none_hash, tagging: Tagging::MmOffset, lookahead };
+    for rung in RUNGS {
+        let engines = [Engine::echo("newest"), Engine::echo("older"), Engine::echo("third")];
+        let (gateway, mut writer) = gateway(rung, &model, &engines.each_ref());
+        let salted = |salt: &str, contract: &Contract| keys_under(&model, &ask(salt), contract);
+        hold(&mut writer, 0, &salted("a", &contract()));
+        hold(&mut writer, 1, &salted("b", &older));
+        let mut client = gateway.connect();
+        for (salt, holder) in [("a", "newest"), ("b", "older"), ("a", "newest"), ("b", "older")] {
+            let answer = client.ask(post("/v1/completions", &ask(salt)));
+            assert!(answer.body.starts_with(holder.as_bytes()), "{rung:?} {salt}");
+        }
+        let hits =
+            |index: usize| gateway.service.endpoints[index].shared.stats_of(ShardId(0)).hits.load(Ordering::Relaxed);
+        assert_eq!([hits(0), hits(1), hits(2)], [2, 2, 0], "{rung:?}");
+        assert_eq!(client.ask(post("/v1/completions", &ask("c"))).status(), 200);
+        assert_eq!([hits(0), hits(1), hits(2)], [2, 2, 0], "{rung:?}: nobody has that salt's blocks");
         gateway.stop();
     }
 }

@@ -13,7 +13,14 @@
 //! | `rule` | `kvHashAlgo` and `kvBlockSize` of the rule |
 //! | `engine_block_tokens` | the engine's block size where it is not the rule's, else null |
 //! | `by_use` | of the endpoint: predictions `fulfilled` and `missed` (after an answer, are the prompt's blocks there?), and `alarm`: null, or the `leg` that a run of misses points to (`template`, `template_input`, `tokenizer`) with its `detail` |
+//! | `started` | null until the stream has begun, then `cold` (with nothing), `restored` (with what a state file says) or `replayed` (with the engine's history) |
+//! | `degraded` | some of what is held was taken up from a state file or adopted and is not proven: it is routed by, and withdrawn as soon as the engine's `usage` denies it |
+//! | `start` | a sentence on both; empty where nothing is amiss |
+//! | `restored`, `withdrawn_by_usage`, `adopted_by_usage` | blocks |
 //! | `orphans`, `complete` | blocks whose beginning was never announced to us; complete = there are none |
+//!
+//! Beside it stand `endpoints`, one object per endpoint of a KV rule, and `drains`, one per TensorRT-LLM endpoint; see
+//! `docs/parity.md`.
 
 use std::collections::HashMap;
 
@@ -22,10 +29,12 @@ use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
-use shards::ids::ServiceId;
+use shards::ids::{EndpointIndex, ServiceId};
 
-use crate::ingest::{Leg, StreamStatus};
-use crate::supervise::View;
+use crate::ingest::{DrainStatus, Leg, Replay, Started, StreamStatus, UseLeg, UseStatus};
+use crate::rules::RuleEndpoint;
+use crate::rules::compile::Place;
+use crate::supervise::{Control, Entry, View};
 
 use super::{Context, answers};
 
@@ -36,10 +45,104 @@ pub(super) async fn report(State(context): State<Context>, Query(query): Query<H
         Some(Err(why)) => return answers::refusal(StatusCode::BAD_REQUEST, &format!("invalid service_id: {why}")),
     };
     let view = context.control.view();
-    let streams = context.control.ingest.streams();
+    let (streams, drains) = (context.control.ingest.streams(), context.control.ingest.drains());
     let wanted = streams.iter().filter(|stream| service.is_none_or(|service| stream.name.service == service));
     let parity: Vec<Value> = wanted.map(|stream| show(stream, &view)).collect();
-    Json(json!({ "parity": parity })).into_response()
+    let entries = view.entries.iter().filter(|entry| service.is_none_or(|service| entry.id == service));
+    let alarms = Alarms { streams: &streams, drains: &drains };
+    let endpoints: Vec<Value> = entries.flat_map(|entry| show_endpoints(&context.control, entry, &alarms)).collect();
+    let wanted = drains.iter().filter(|drain| service.is_none_or(|service| drain.name.service == service));
+    let drains: Vec<Value> = wanted.map(|drain| show_drain(drain, &view)).collect();
+    Json(json!({ "parity": parity, "endpoints": endpoints, "drains": drains })).into_response()
+}
+
+/// What use has shown of the endpoints, by whichever way their events come.
+struct Alarms<'a> {
+    streams: &'a [StreamStatus],
+    drains: &'a [DrainStatus],
+}
+
+impl Alarms<'_> {
+    fn of(&self, key: (ServiceId, EndpointIndex)) -> Option<UseLeg> {
+        let streams = self.streams.iter().map(|stream| (&stream.name, stream.by_use));
+        let drains = self.drains.iter().map(|drain| (&drain.name, drain.by_use));
+        let (_, by_use) = streams.chain(drains).find(|(name, _)| (name.service, name.endpoint) == key)?;
+        by_use.alarm
+    }
+}
+
+fn show_use(by_use: UseStatus) -> Value {
+    json!({
+        "fulfilled": by_use.fulfilled,
+        "missed": by_use.missed,
+        "alarm": by_use.alarm.map(|leg| json!({ "leg": leg.name(), "detail": leg.detail() })),
+    })
+}
+
+/// What is known of the endpoints of a KV rule as wholes.
+fn show_endpoints(control: &Control, entry: &Entry, alarms: &Alarms<'_>) -> Vec<Value> {
+    let wanted = entry.rule.kv.is_some();
+    let endpoints = entry.in_rule().zip(&entry.rule.endpoints).filter(|_| wanted);
+    let show = |(place, endpoint): (&Place, &RuleEndpoint)| {
+        let key = (entry.id, place.shared.index);
+        let mut faults: Vec<(&str, String)> = Vec::new();
+        faults.extend(control.findings.of(key).into_iter().map(|finding| (finding.leg.name(), finding.detail)));
+        faults.extend(alarms.of(key).map(|leg| (leg.name(), leg.detail().to_owned())));
+        let facts = control.discovery.found(key).facts;
+        json!({
+            "service_id": entry.id.0,
+            "name": entry.rule.name,
+            "ep_idx": place.shared.index.0,
+            "endpoint": endpoint.to_string(),
+            "engine": entry.rule.engine.name(),
+            "version": facts.version,
+            "serves": facts.models,
+            "up": place.shared.is_up(),
+            "faults": faults.iter().map(|(leg, _)| *leg).collect::<Vec<_>>(),
+            "details": faults.iter().map(|(leg, detail)| json!({"leg": leg, "detail": detail})).collect::<Vec<_>>(),
+        })
+    };
+    endpoints.map(show).collect()
+}
+
+fn show_drain(drain: &DrainStatus, view: &View) -> Value {
+    let rejects = drain.rejects.iter().map(|(why, count)| (why.name().to_owned(), json!(count)));
+    json!({
+        "service_id": drain.name.service.0,
+        "name": view.entry(drain.name.service).map(|entry| entry.rule.name.as_str()),
+        "ep_idx": drain.name.endpoint.0,
+        "endpoint": drain.name.label,
+        "address": drain.name.address,
+        "phase": drain.phase.name(),
+        "second_drainer": drain.second_drainer().name(),
+        "routed_by": if drain.is_routed_by_cache() { "cache" } else { "sel" },
+        "detail": drain.detail,
+        "last_poll_ms": drain.last_poll_ms,
+        "last_event_ms": drain.last_event_ms,
+        "answers": drain.answers,
+        "answers_lost": drain.answers_lost,
+        "errors": drain.errors,
+        "ownership_faults": drain.ownership_faults,
+        "events": drain.events,
+        "lost": drain.lost,
+        "gaps": drain.gaps,
+        "restarts": drain.restarts,
+        "incomplete": drain.incomplete,
+        "clears": drain.clears,
+        "blocks_stored": drain.blocks_stored,
+        "blocks_removed": drain.blocks_removed,
+        "orphans": drain.orphans,
+        "foreign": drain.foreign,
+        "partial": drain.partial,
+        "other_pool": drain.other_pool,
+        "moved": drain.moved,
+        "unknown_removals": drain.unknown_removals,
+        "evicted": drain.evicted,
+        "block_size_mismatches": drain.block_size_mismatches,
+        "engine_block_tokens": drain.engine_block_tokens,
+        "rejects": rejects.collect::<serde_json::Map<_, _>>(),
+        "by_use": show_use(drain.by_use),
+    })
 }
 
 fn show(stream: &StreamStatus, view: &View) -> Value {
@@ -59,12 +162,27 @@ fn show(stream: &StreamStatus, view: &View) -> Value {
         "detail": finding.detail,
         "rule": kv.map(|kv| json!({ "kvHashAlgo": kv.algo.name(), "kvBlockSize": kv.block_tokens })),
         "engine_block_tokens": stream.engine_block_tokens,
-        "by_use": {
-            "fulfilled": stream.by_use.fulfilled,
-            "missed": stream.by_use.missed,
-            "alarm": stream.by_use.alarm.map(|leg| json!({ "leg": leg.name(), "detail": leg.detail() })),
-        },
+        "by_use": show_use(stream.by_use),
+        "started": stream.started.map(Started::name),
+        "degraded": stream.degraded,
+        "start": start(stream),
+        "restored": stream.restored,
+        "withdrawn_by_usage": stream.withdrawn,
+        "adopted_by_usage": stream.adopted,
         "orphans": stream.orphans,
         "complete": stream.orphans == 0,
     })
+}
+
+/// What is to be known of how the inventory began.
+fn start(stream: &StreamStatus) -> &'static str {
+    match stream.started {
+        Some(Started::Cold) if stream.replay != Replay::Works && !stream.whole => {
+            "no replay endpoint: cold start; a prompt's blocks are taken in as the engine's usage reports them cached"
+        }
+        Some(Started::Restored) if stream.degraded => {
+            "taken up from its state file, and no replay proves it: a prompt's blocks are withdrawn as soon as the engine's usage denies them"
+        }
+        _ => "",
+    }
 }

@@ -11,14 +11,14 @@ use std::sync::atomic::Ordering;
 use clap::Args;
 use serde_json::{Value, json};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ServiceId, ShardId};
-use shards::inventory::{self, Run};
+use shards::inventory::{self, Medium, Run};
 use shards::load::{LoadSlot, LoadTable};
-use shards::prompt::{Api, BodyView, Job, Keying, Model, Preview, Rendering, Step, preview};
+use shards::prompt::{Api, BodyView, Keying, Preview, preview};
 use shards::route::{Chooser, Decision, Evidence, Turn, decide};
-use shards::service::{EndpointShared, KvExact, MissReason, PathMatch, Service, ServiceShared};
+use shards::service::{EndpointShared, MissReason, PathMatch, Service, ServiceShared};
 
 use super::Outcome;
-use super::inquiry::Gateway;
+use super::inquiry::{Gateway, keys_of};
 use super::render::{Failure, REQUEST_BYTES_MAX};
 use crate::config::Config;
 use crate::discovery::ServiceFacts;
@@ -192,39 +192,22 @@ fn prompt_of(
 ) -> Result<Prompted, Failure> {
     let Some(kv) = &service.kv else { return Ok((Err(MissReason::ModeOff), Vec::new())) };
     let Some(api) = Api::of("POST", &args.path) else { return Ok((Err(MissReason::ModeOff), Vec::new())) };
-    let model = models::load_now(&config.tokenizers_dir, name).map_err(|error| {
+    let model = models::read_now(&config.tokenizers_dir, name).map_err(|error| {
         eprintln!("kvlane explain: {error}");
         MissReason::Tokenizer
     });
     let model = match model {
-        Ok(model) => model,
+        Ok((model, _)) => model,
         Err(reason) => return Ok((Err(reason), Vec::new())),
     };
-    let rendering = Rendering {
-        engine: service.engine,
-        template: kv.chat_template.as_ref(),
-        kwargs: kv.chat_template_kwargs.as_deref(),
-        add_bos: kv.add_bos,
-    };
+    let rendering = kv.rendering(service.engine);
     let prompt = preview(api, body, &model, rendering);
-    let keys = if prompt.is_ok() { keys(api, body, &model, rendering, kv) } else { Ok(Vec::new()) };
+    let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora: None };
+    let keys = if prompt.is_ok() { keys_of(api, body, &model, rendering, keying) } else { Ok(Vec::new()) };
     match keys {
         Ok(keys) => Ok((prompt, keys)),
         Err(reason) => Ok((Err(reason), Vec::new())),
     }
-}
-
-fn keys(
-    api: Api,
-    body: &[u8],
-    model: &Arc<Model>,
-    rendering: Rendering<'_>,
-    kv: &KvExact,
-) -> Result<Vec<BlockKey>, MissReason> {
-    let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora: None };
-    let mut job = Job::new(api, body, model, rendering, keying)?;
-    while job.step()? == Step::More {}
-    Ok(job.keys().to_vec())
 }
 
 /// Asks the gateway what each endpoint holds, and brings the service's endpoints to the state it tells.
@@ -251,7 +234,9 @@ fn decision(service: &Service, prompt: &Result<Preview, MissReason>, held: Optio
     let run = |(index, overlap): (usize, &Overlap)| Run {
         endpoint: EndpointIndex(index as u16),
         rank: Rank(0),
+        medium: Medium::Device,
         blocks: overlap.blocks,
+        block_tokens: None,
     };
     let runs: Vec<Run> = held.unwrap_or_default().iter().enumerate().filter(|(_, o)| o.blocks > 0).map(run).collect();
     let evidence = match prompt {

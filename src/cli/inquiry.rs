@@ -1,10 +1,14 @@
-//! Questions to the management API of a running gateway.
+//! Questions to the management API of a running gateway, and the keys of a prompt to ask about.
 
 use std::io::{Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
+use shards::ids::BlockKey;
+use shards::prompt::{Api, Job, Keying, Model, Rendering, Step};
+use shards::service::MissReason;
 
 use crate::rules::Rule;
 
@@ -89,4 +93,17 @@ impl Gateway {
         stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer)?;
         Ok(answer)
     }
+}
+
+/// All keys of a prompt.
+pub(super) fn keys_of(
+    api: Api,
+    body: &[u8],
+    model: &Arc<Model>,
+    rendering: Rendering<'_>,
+    keying: Keying<'_>,
+) -> Result<Vec<BlockKey>, MissReason> {
+    let mut job = Job::new(api, body, model, rendering, keying)?;
+    while job.step()? == Step::More {}
+    Ok(job.keys().to_vec())
 }

@@ -1,10 +1,12 @@
-//! The command line: `kvlane serve`, `kvlane check`, `kvlane render`, `kvlane explain` and `kvlane hash`.
+//! The command line: `kvlane serve`, `check`, `doctor`, `events`, `render`, `explain` and `hash`.
 //!
 //! Exit codes: 0 = it went right, 1 = the answer is "no" (a file with problems, a gateway that cannot start),
 //! 2 = the command itself was wrong.
 
 mod check;
 mod descriptors;
+mod doctor;
+mod events;
 mod explain;
 mod inquiry;
 mod render;
@@ -47,6 +49,10 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Check a configuration against its live engines, and say what to do about what does not fit; reads only.
+    Doctor(doctor::DoctorArgs),
+    /// Print engines' cache events as JSON, a line each.
+    Events(events::EventsArgs),
     /// Print the text or the token ids that an engine makes of the request on standard input.
     Render(render::RenderArgs),
     /// Print what the gateway makes of a request: service, text, ids, keys, who holds them, and the decision.
@@ -70,6 +76,8 @@ pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
         Ok(arguments) => match arguments.command {
             Command::Serve { config } => serve::serve(config.as_deref()),
             Command::Check { file, json } => check::check(&file, json),
+            Command::Doctor(arguments) => doctor::doctor(&arguments),
+            Command::Events(arguments) => events::events(&arguments),
             Command::Render(arguments) => render::render(&arguments),
             Command::Explain(arguments) => explain::explain(&arguments),
             Command::Hash(arguments) => hash(&arguments),

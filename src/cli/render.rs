@@ -122,7 +122,7 @@ pub(super) enum Failure {
 }
 
 fn run(args: &RenderArgs) -> Result<(), Failure> {
-    let model = models::load_now(&args.tokenizers, &args.model).map_err(Failure::Usage)?;
+    let model = models::read_now(&args.tokenizers, &args.model).map_err(Failure::Usage)?.0;
     let template = args.template.as_deref().map(read_template).transpose()?;
     if let Some(kwargs) = &args.kwargs {
         let object = serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(kwargs);

@@ -34,6 +34,10 @@ pub struct Config {
     pub limits: Limits,
     /// `[tokenizers] dir`: holds `<model with / replaced by __>/tokenizer.json`.
     pub tokenizers_dir: PathBuf,
+    /// `[state] directory`: what engines hold is remembered there over a restart of the gateway; none = nowhere.
+    pub state_directory: Option<PathBuf>,
+    /// `[state] period_ms`: time between two writings of a rank that changed.
+    pub state_period: Duration,
     /// `[admin] listen`: address of the management API.
     pub admin_listen: SocketAddr,
     /// `[metrics] listen`: address of the second listener; none = off.
@@ -54,6 +58,8 @@ impl Default for Config {
             drain_timeout: Duration::from_secs(30),
             limits: Limits::default(),
             tokenizers_dir: PathBuf::from("/etc/loxilb/tokenizers"),
+            state_directory: None,
+            state_period: Duration::from_secs(30),
             admin_listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 11111),
             metrics_listen: None,
             rules: Vec::new(),

@@ -46,6 +46,13 @@ pub(super) fn read(config: &mut Config, root: &mut Fields<'_>, report: &mut Repo
         }
         fields.finish(report);
     }
+    if let Some(mut fields) = root.table(report, "state") {
+        config.state_directory = fields.text_set(report, "directory").map(PathBuf::from);
+        if let Some(ms) = fields.int_in(report, "period_ms", 100..=HOUR_MS) {
+            config.state_period = Duration::from_millis(ms as u64);
+        }
+        fields.finish(report);
+    }
     if let Some(mut fields) = root.table(report, "admin") {
         if let Some(address) = read_listen(&mut fields, report) {
             config.admin_listen = address;

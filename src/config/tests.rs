@@ -43,6 +43,15 @@ fn an_empty_file_is_the_defaults() {
 }
 
 #[test]
+fn what_engines_hold_is_remembered_where_a_directory_is_named() {
+    let config = parse("[state]\ndirectory = \"/var/lib/kvlane\"\n").expect("right");
+    assert_eq!(config.state_directory.as_deref(), Some(Path::new("/var/lib/kvlane")));
+    assert_eq!(config.state_period, Duration::from_secs(30));
+    assert_eq!(parse("").expect("right").state_directory, None);
+    assert_eq!(listing("[state]\nperiod_ms = 5\n"), ["kvlane.toml:2: state.period_ms: 5 is not within 100 to 3600000"]);
+}
+
+#[test]
 fn all_problems_come_with_file_line_key_and_reason() {
     let text = "\
 log = \"\"

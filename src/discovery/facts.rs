@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 use shards::block::sglang::EventFormat;
+use shards::block::vllm::Tagging;
 use shards::block::{Lora, Release};
 use shards::service::Adapter;
 
@@ -83,10 +84,10 @@ impl EndpointFacts {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServiceFacts {
     /// The newest release among them. Plain prompts have the same keys in all of a contract's releases; extras are
-    /// keyed as this one does.
+    /// keyed as its own release does.
     pub release: Option<Release>,
-    /// Whether they are of releases that key extras differently.
-    pub mixed: bool,
+    /// The forms of extra keys in their releases, as vLLM's; of several where releases are mixed.
+    pub forms: BTreeSet<Tagging>,
     /// Models by the names that requests ask for.
     pub models: BTreeSet<String>,
     /// Adapters by the names that requests ask for. One that endpoints describe differently has no path, so that it is
@@ -106,7 +107,7 @@ impl ServiceFacts {
         let mut two_bases = BTreeSet::new();
         for endpoint in endpoints {
             if let Some(release) = endpoint.release() {
-                facts.mixed |= facts.release.is_some_and(|known| extras_form(known) != extras_form(release));
+                facts.forms.insert(Tagging::of(release));
                 facts.release = facts.release.max(Some(release));
             }
             let room = CARDS_MAX - facts.models.len();
@@ -134,11 +135,13 @@ impl ServiceFacts {
         facts.adapters.retain(|name, _| !two_bases.contains(name) && !models.contains(name));
         facts
     }
-}
 
-/// How a vLLM release keys extras; releases of other engines only differ by number.
-fn extras_form(release: Release) -> shards::block::vllm::Tagging {
-    shards::block::vllm::Tagging::of(release)
+    /// The forms of extra keys beside that of the newest release: some engines key adapters and salts so.
+    #[must_use]
+    pub fn other_forms(&self) -> Vec<Tagging> {
+        let newest = self.release.map(Tagging::of);
+        self.forms.iter().copied().filter(|form| Some(*form) != newest).collect()
+    }
 }
 
 #[cfg(test)]
@@ -178,14 +181,14 @@ mod tests {
         let one = endpoint("0.30.1", CARDS);
         let moved = endpoint("0.31.0", &CARDS.replace("/adapters/sql", "/elsewhere/sql"));
         let facts = ServiceFacts::of([&one, &moved]);
-        assert_eq!((facts.release, facts.mixed), (Some(Release::new(0, 31, 0)), true));
+        assert_eq!((facts.release, facts.other_forms()), (Some(Release::new(0, 31, 0)), vec![Tagging::MmOffset]));
         assert_eq!(facts.adapters["sql"].lora.path, None);
         let other_base = endpoint("0.31.0", r#"{"data":[{"id":"sql","root":"/adapters/sql","parent":"other"}]}"#);
         assert!(ServiceFacts::of([&one, &other_base, &one]).adapters.is_empty());
         let model = endpoint("0.30.1", r#"{"data":[{"id":"sql","parent":null}]}"#);
         assert!(ServiceFacts::of([&one, &model]).adapters.is_empty());
         let same = ServiceFacts::of([&one, &endpoint("0.30.2", CARDS)]);
-        assert_eq!((same.mixed, same.adapters), (false, one.adapters.clone()));
+        assert_eq!((same.other_forms(), same.adapters), (vec![], one.adapters.clone()));
         assert_eq!(ServiceFacts::of([]), ServiceFacts::default());
     }
 

@@ -63,6 +63,22 @@ fn an_engine_that_wants_a_token_is_not_a_dead_one() {
 }
 
 #[test]
+fn every_call_shows_the_token_and_is_told_apart_from_a_dead_engine_where_it_is_refused() {
+    let info = r#"{"version":"0.5.23"}"#;
+    let answers = [("/version", r#"{"version":"1.2.0"}"#), ("/server_info", info), MODELS];
+    for kind in Engine::ALL {
+        let address = engine(Some("s3cr3t"), &answers);
+        let open = asked(kind, address, Some("Bearer s3cr3t"), Found::default());
+        assert_eq!(open.access, Access::Open, "{kind:?}: the token is shown in each of its calls");
+        assert_eq!(asked(kind, address, None, open).access, Access::Denied(401), "{kind:?}");
+        let guarded: Vec<_> = answers.iter().copied().filter(|(path, _)| *path != "/v1/models").collect();
+        let listener = engine(None, &guarded);
+        let found = asked(kind, listener, None, Found::default());
+        assert!(matches!(found.access, Access::Failed(_)), "{kind:?}: 404 is no denial");
+    }
+}
+
+#[test]
 fn a_silent_engine_changes_nothing_that_was_known() {
     let address = engine(None, &[("/version", r#"{"version":"0.32.0"}"#), MODELS]);
     let known = asked(Engine::Vllm, address, None, Found::default());

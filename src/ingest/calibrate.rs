@@ -15,12 +15,13 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use shards::block::vllm::{Algorithm, BlockExtras, ExtraKey, Tagging};
-use shards::block::{Chain, Contract, FIXED_SEED, NoneHash, PageChain, sglang};
+use shards::block::{Chain, Contract, FIXED_SEED, KeyStream, NoneHash, PromptExtras, sglang};
 use shards::ids::BlockKey;
 use shards::inventory::Space;
 
 use super::events::{Marks, Stored};
 use super::msgpack::{Head, Reader};
+use super::tokens::Spelling;
 
 /// Root blocks of one connection that everything is tried on; later ones are compared with the rule alone.
 const FULL_TRIES: u32 = 16;
@@ -47,6 +48,8 @@ pub enum Believed {
     },
     /// SGLang.
     Sglang(sglang::Contract),
+    /// TensorRT-LLM's stream: its keys, which differ between its builds, only link blocks; their tokens are hashed.
+    Tokens,
 }
 
 /// What can be wrong between a rule and its engine.
@@ -139,6 +142,10 @@ struct Root<'a> {
     key: BlockKey,
     digest: Option<&'a [u8]>,
     block_tokens: NonZeroU32,
+    /// Its units are pairs of neighbours: there is one token more than units.
+    bigrams: bool,
+    /// SGLang: the salt that its chain begins with.
+    salt: Option<&'a str>,
     told: bool,
 }
 
@@ -190,6 +197,24 @@ impl Calibrator {
         self.tagging_tries = 0;
     }
 
+    /// How the rank's blocks are keyed now.
+    pub(crate) fn way(&self) -> Way {
+        self.way
+    }
+
+    /// A former gateway found this, and the rank begins so: the next root blocks show whether it is still true.
+    pub(crate) fn resume(&mut self, way: Way) {
+        self.way = way;
+        self.finding = Finding {
+            verdict: match way {
+                Way::Derived(_) => Verdict::Derived,
+                _ => Verdict::Believed,
+            },
+            detail: "as found before the gateway was restarted; the engine's next blocks are looked at anew".to_owned(),
+            ..Finding::default()
+        };
+    }
+
     pub(crate) fn finding(&self) -> &Finding {
         &self.finding
     }
@@ -217,13 +242,14 @@ impl Calibrator {
         }
         self.last = Some(key);
         let marks = &stored.marks;
-        if extra.is_some() || marks.adapter().iter().any(|part| !part.is_empty()) {
+        let salt = marks.salt_alone().filter(|_| matches!(*self.believed, Believed::Sglang(_)));
+        if salt.is_none() && (extra.is_some() || marks.adapter().iter().any(|part| !part.is_empty())) {
             self.observe_extras(scratch, key, marks, extra);
             return None;
         }
-        let ahead = marks.first_lookahead();
-        let root = Root { tokens: scratch, ahead, key, digest, block_tokens, told: marks.are_told() };
-        self.judge(&root)
+        let (ahead, bigrams) = (marks.first_lookahead(), tokens.spelling() == Spelling::Bigrams);
+        let told = marks.are_told();
+        self.judge(&Root { tokens: scratch, ahead, key, digest, block_tokens, bigrams, salt, told })
     }
 
     fn judge(&mut self, root: &Root<'_>) -> Option<Way> {
@@ -234,11 +260,12 @@ impl Calibrator {
                 if self.tries <= FULL_TRIES { rule.try_all(root) } else { rule.try_rule(root) }
             }
             Believed::Sglang(contract) => try_sglang(contract, self.rule_tokens, root),
+            Believed::Tokens => Some(fit_tokens(self.rule_tokens, root)),
         };
         let fit = match fit {
             Some(fit) => fit,
-            // What follows from no fit is known already, or a salt may have been to blame.
-            None if self.settled || !(root.told || self.tries >= UNTOLD_TRIES) => return None,
+            // What follows from no fit is known already, or a salt or a namespace may have been to blame.
+            None if self.settled || root.salt.is_some() || !(root.told || self.tries >= UNTOLD_TRIES) => return None,
             None => self.nothing_fits(root),
         };
         self.settled = true;
@@ -253,6 +280,11 @@ impl Calibrator {
     }
 
     fn nothing_fits(&self, root: &Root<'_>) -> Fit {
+        if let Believed::Sglang(_) = *self.believed {
+            let (mut faults, mut detail) = (vec![Leg::Algorithm], NO_SGLANG_CHAIN.to_owned());
+            note_block_size(self.rule_tokens, root, &mut faults, &mut detail);
+            return Fit { way: Way::Derived(root.block_tokens), faults, hints: Vec::new(), detail };
+        }
         let mut faults = vec![Leg::Seed];
         let mut detail = String::from(
             "no known algorithm and seed make the engine's keys: its PYTHONHASHSEED is most likely unset and so random \
@@ -286,7 +318,7 @@ impl Calibrator {
             Way::Engine(Space { contract: Contract::Vllm { none_hash, .. }, .. }) => none_hash.algorithm(),
             _ => match &*self.believed {
                 Believed::Vllm { algorithm, .. } => *algorithm,
-                Believed::Sglang(_) => return,
+                Believed::Sglang(_) | Believed::Tokens => return,
             },
         };
         let Some(keys) = extra_keys(extra, marks.lora_name()) else { return };
@@ -317,7 +349,7 @@ impl Calibrator {
 }
 
 /// The extra keys of one block as their event tells them; none where they are of a shape that is not known.
-fn extra_keys<'a>(wire: &'a [u8], lora_name: Option<&'a str>) -> Option<Vec<ExtraKey<'a>>> {
+pub(super) fn extra_keys<'a>(wire: &'a [u8], lora_name: Option<&'a str>) -> Option<Vec<ExtraKey<'a>>> {
     let mut reader = Reader::new(wire);
     let text = |bytes: &'a [u8]| std::str::from_utf8(bytes).ok();
     let mut keys = Vec::new();
@@ -452,10 +484,14 @@ impl VllmRule<'_> {
     fn try_finer_chain(&self, root: &Root<'_>) -> Option<Fit> {
         let whole = root.block_tokens.get();
         let finer = [self.tokens, 16, 32, 64, 128].into_iter().filter(|size| *size > 0 && *size < whole);
+        let algorithms = Algorithm::ALL.into_iter().filter(|algorithm| !self.given || *algorithm == self.algorithm);
+        let algorithms: Vec<_> = algorithms.collect();
         let size = finer.filter(|size| whole.is_multiple_of(*size)).find(|size| {
-            let mut chain = Chain::new(self.algorithm, &NoneHash::from_seed(self.algorithm, self.seed));
-            root.tokens.chunks_exact(*size as usize).for_each(|block| _ = chain.push(block));
-            chain.key() == root.key
+            algorithms.iter().any(|algorithm| {
+                let mut chain = Chain::new(*algorithm, &NoneHash::from_seed(*algorithm, self.seed));
+                root.tokens.chunks_exact(*size as usize).for_each(|block| _ = chain.push(block));
+                chain.key() == root.key
+            })
         })?;
         let (mut faults, mut detail) = (Vec::new(), format!("its chain is over blocks of {size} (a hybrid model)"));
         if !note_block_size(self.tokens, root, &mut faults, &mut detail) {
@@ -494,28 +530,58 @@ fn seeds() -> impl Iterator<Item = String> {
     texts.chain((0..=SEED_NUMBER_MAX).map(|number| number.to_string()))
 }
 
-fn try_sglang(contract: &sglang::Contract, rule_tokens: u32, root: &Root<'_>) -> Option<Fit> {
-    let wide: Vec<u64> = root.tokens.iter().map(|token| u64::from(*token)).collect();
-    let mut chain = PageChain::root();
+/// Blocks whose tokens are hashed whatever their keys are.
+fn fit_tokens(rule_tokens: u32, root: &Root<'_>) -> Fit {
     let (mut faults, mut detail) = (Vec::new(), String::new());
-    if !contract.bigrams && contract.push(&mut chain, &wide).is_ok_and(|key| key == root.key) {
-        let differs = note_block_size(rule_tokens, root, &mut faults, &mut detail);
-        let way = if differs { Way::Derived(root.block_tokens) } else { Way::Rule };
-        if !differs {
-            detail = "the engine's keys are SGLang's page chain".to_owned();
-        }
-        return Some(Fit { way, faults, hints: Vec::new(), detail });
+    if !note_block_size(rule_tokens, root, &mut faults, &mut detail) {
+        detail = "the tokens of the engine's blocks are hashed, as the rule's blockhash_trtllm says".to_owned();
     }
-    if sglang::tuple_hash(root.tokens, false) == root.key {
+    Fit { way: Way::Derived(root.block_tokens), faults, hints: Vec::new(), detail }
+}
+
+/// What is said of SGLang's keys that fit nothing known.
+const NO_SGLANG_CHAIN: &str = "the engine's keys are no page chain of SGLang 0.5.6 to 0.5.23: it is another release or \
+     build, or all it was asked so far was of adapters or an extra_key in the dynamo format";
+
+/// Pairs of tokens show in how an event spells them, and its format in the key of a salted page alone: both are taken
+/// from the engine. What it says of itself (`GET /server_info`) may come later than its first block.
+fn try_sglang(rule: &sglang::Contract, rule_tokens: u32, root: &Root<'_>) -> Option<Fit> {
+    use sglang::EventFormat::{Default, Dynamo};
+    let formats = if rule.format == Default { [Default, Dynamo] } else { [Dynamo, Default] };
+    let extras = PromptExtras { cache_salt: root.salt.map(str::to_owned), ..PromptExtras::default() };
+    let fits = |live: &sglang::Contract| {
+        let stream = KeyStream::new(&Contract::Sglang(*live), &extras, root.block_tokens);
+        stream.is_ok_and(|mut stream| stream.next_key(&mut &*root.tokens) == Some(root.key))
+    };
+    if let Some(live) = formats.into_iter().map(|format| rule.with(root.bigrams, format)).find(fits) {
+        return Some(fit_sglang(rule, live, rule_tokens, root));
+    }
+    (sglang::tuple_hash(root.tokens, root.bigrams) == root.key).then(|| {
         let detail = "the engine is SGLang before 0.5.6, whose keys say nothing of what goes before a page: upgrade it";
-        return Some(Fit {
-            way: Way::Refused,
-            faults: vec![Leg::Algorithm],
-            hints: Vec::new(),
-            detail: detail.to_owned(),
-        });
+        let (faults, hints) = (vec![Leg::Algorithm], Vec::new());
+        Fit { way: Way::Refused, faults, hints, detail: detail.to_owned() }
+    })
+}
+
+/// What follows from pages of this chain.
+fn fit_sglang(rule: &sglang::Contract, live: sglang::Contract, rule_tokens: u32, root: &Root<'_>) -> Fit {
+    let (mut faults, mut hints, mut detail) = (Vec::new(), Vec::new(), String::new());
+    if note_block_size(rule_tokens, root, &mut faults, &mut detail) {
+        return Fit { way: Way::Derived(root.block_tokens), faults, hints, detail };
     }
-    None
+    detail.push_str("the engine's keys are SGLang's page chain");
+    if live.bigrams {
+        detail.push_str(", over pairs of tokens (EAGLE)");
+    }
+    if live.bigrams != rule.bigrams {
+        hints.push(Leg::Algorithm);
+    }
+    if live.format != rule.format {
+        hints.push(Leg::Tagging);
+        detail.push_str(", published in another event format than the engine said");
+    }
+    let space = Space { contract: Contract::Sglang(live), block_tokens: root.block_tokens };
+    Fit { way: if live == *rule { Way::Rule } else { Way::Engine(space) }, faults, hints, detail }
 }
 
 impl fmt::Display for Finding {

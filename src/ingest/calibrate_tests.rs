@@ -1,3 +1,5 @@
+use shards::block::PageChain;
+
 use super::*;
 use crate::ingest::copies::tests::{Spec, Wire, batch_at};
 use crate::ingest::events::{Batch, Event};
@@ -163,6 +165,88 @@ fn sglang_before_0_5_6_is_refused_and_later_ones_are_exact() {
     let (way, finding) = judge(rule(), sglang::tuple_hash(&TOKENS[..16], false).0, 16);
     assert_eq!((way, finding.verdict), (Some(Way::Refused), Verdict::Refused));
     assert!(finding.detail.contains("0.5.6"), "{finding}");
+}
+
+/// One page of SGLang as its map form tells it.
+fn page(key: BlockKey, tokens: &[u32], bigrams: bool, size: u8, salt: Option<&str>) -> Wire {
+    let mut bytes = vec![if salt.is_some() { 0x86 } else { 0x85 }];
+    let text = |bytes: &mut Vec<u8>, text: &str| {
+        bytes.push(0xa0 | text.len() as u8);
+        bytes.extend_from_slice(text.as_bytes());
+    };
+    let id = |bytes: &mut Vec<u8>, id: u32| {
+        bytes.push(0xce);
+        bytes.extend_from_slice(&id.to_be_bytes());
+    };
+    text(&mut bytes, "type");
+    text(&mut bytes, "BlockStored");
+    text(&mut bytes, "block_hashes");
+    bytes.extend_from_slice(&[0x91, 0xd3]);
+    bytes.extend_from_slice(&key.0.to_be_bytes());
+    text(&mut bytes, "parent_block_hash");
+    bytes.push(0xc0);
+    text(&mut bytes, "token_ids");
+    if bigrams {
+        bytes.extend_from_slice(&[0xdc, 0, (tokens.len() - 1) as u8]);
+        for pair in tokens.windows(2) {
+            bytes.push(0x92);
+            pair.iter().for_each(|token| id(&mut bytes, *token));
+        }
+    } else {
+        bytes.extend_from_slice(&[0xdc, 0, tokens.len() as u8]);
+        tokens.iter().for_each(|token| id(&mut bytes, *token));
+    }
+    text(&mut bytes, "block_size");
+    bytes.push(size);
+    if let Some(salt) = salt {
+        text(&mut bytes, "cache_salt");
+        text(&mut bytes, salt);
+    }
+    Wire::of(bytes)
+}
+
+#[test]
+fn sglang_pages_of_pairs_salts_and_formats_are_followed_whatever_the_server_has_said() {
+    use sglang::EventFormat::{Default, Dynamo};
+    let newest = sglang::Contract::new(shards::block::Release::new(0, 5, 23), false, Default).expect("a chain");
+    let key = |bigrams, format, salt: Option<&str>| {
+        let extras = PromptExtras { cache_salt: salt.map(str::to_owned), ..PromptExtras::default() };
+        let contract = Contract::Sglang(newest.with(bigrams, format));
+        let mut stream = KeyStream::new(&contract, &extras, NonZeroU32::new(16).expect("16")).expect("keys");
+        stream.next_key(&mut &TOKENS[..17]).expect("one page")
+    };
+    for said in [false, true] {
+        for bigrams in [false, true] {
+            for (format, salt) in [(Default, None), (Default, Some("tenant-a")), (Dynamo, Some("tenant-a"))] {
+                let mut calibrator = Calibrator::new(Arc::new(Believed::Sglang(newest.with(said, Default))), 16);
+                let tokens = &TOKENS[..if bigrams { 17 } else { 16 }];
+                let way = show(&mut calibrator, &page(key(bigrams, format, salt), tokens, bigrams, 16, salt));
+                let finding = calibrator.finding();
+                assert_eq!((finding.verdict, &finding.faults[..]), (Verdict::Exact, &[][..]), "{finding}");
+                let live = newest.with(bigrams, format);
+                match way {
+                    None => assert_eq!((said, format), (bigrams, Default)),
+                    Some(Way::Engine(space)) => assert_eq!(space.contract, Contract::Sglang(live)),
+                    other => panic!("{other:?}"),
+                }
+                assert_eq!(finding.hints.contains(&Leg::Algorithm), said != bigrams, "{finding}");
+                assert_eq!(finding.hints.contains(&Leg::Tagging), format == Dynamo, "{finding}");
+            }
+        }
+    }
+    let rule = || Calibrator::new(Arc::new(Believed::Sglang(newest)), 16);
+    let old = sglang::tuple_hash(&TOKENS[..17], true);
+    let mut calibrator = rule();
+    assert_eq!(show(&mut calibrator, &page(old, &TOKENS[..17], true, 16, None)), Some(Way::Refused));
+    let mut calibrator = rule();
+    assert_eq!(show(&mut calibrator, &page(BlockKey(7), &TOKENS[..16], false, 16, Some("s"))), None);
+    assert_eq!(calibrator.finding().verdict, Verdict::Believed, "an odd page of a salt decides nothing");
+    let ways: Vec<_> =
+        (1..=4).map(|odd| show(&mut calibrator, &page(BlockKey(odd), &TOKENS[..16], false, 16, None))).collect();
+    assert_eq!(ways.iter().flatten().collect::<Vec<_>>(), [&Way::Derived(NonZeroU32::new(16).expect("16"))]);
+    let finding = calibrator.finding();
+    assert_eq!((finding.verdict, &finding.faults[..]), (Verdict::Derived, &[Leg::Algorithm][..]));
+    assert!(finding.detail.contains("0.5.23"), "{finding}");
 }
 
 #[test]

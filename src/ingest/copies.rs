@@ -1,9 +1,14 @@
 //! What the engines of one service hold, as their events tell it: copies per (rank, group, key), and from them the
 //! operations on the inventory.
 //!
-//! **What counts.** Blocks in device memory (medium `GPU` or none, whatever its case) of groups that keep the whole
-//! prefix (full attention, MLA, sink-full, or no kind given with as many tokens as the keys span). Other media and
-//! groups are counted in the status and otherwise left alone; a removal for them finds nothing and does nothing.
+//! **What counts.** Blocks of groups that keep the whole prefix (full attention, MLA, sink-full, or no kind given with
+//! as many tokens as the keys span), in device memory (medium `GPU` or none, whatever its case) and in the media that the
+//! rule gives weight to. Other media and groups are counted in the status and otherwise left alone; a removal for
+//! them finds nothing and does nothing.
+//!
+//! **Media** are counted apart. From the first block in a slower medium on, a rank has a second holder, of what lies there
+//! or nearer ([`Op::Wide`]); it costs as much as the first. Engines announce such blocks as keys alone: under keys of the
+//! gateway's own they count while what they are copies of is known.
 //!
 //! **Copies.** An engine may hold one key in several physical blocks and announces each, coming and going, so a key
 //! is held while its count is above zero. The one announcement that is *not* a copy is a re-report
@@ -17,28 +22,35 @@
 //! **Keys.** Copies are counted by the engine's own keys as long as these are what the rule says ([`super::calibrate`]),
 //! else by the gateway's ([`super::derived`]). A verdict moves the rank from the ones to the others, copies and all.
 //!
+//! **Unproven** keys were taken up from a file, or adopted because the engine's `usage` reported them cached: a store
+//! proves one and is no further copy, a denied hit withdraws it.
+//!
 //! **Bound.** An endpoint keeps at most `blocks_max` (rank, group, key) entries; beyond it the oldest entry of the
 //! group that grew is withdrawn, and counted.
 
 #![forbid(unsafe_code)]
 
+use std::collections::HashSet;
+use std::hash::BuildHasherDefault;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use shards::block::Contract;
 use shards::ids::BlockKey;
-use shards::inventory::Space;
+use shards::inventory::{Medium, Space};
+use shards::service::MediumWeights;
 
 use super::calibrate::{Believed, Calibrator, Finding, Way};
 use super::counts::{Change, CopyCounts};
-use super::derived::{NotDerived, OwnKeys};
+use super::derived::{KeyHasher, NotDerived, OwnKeys};
 use super::events::{Batch, Event, Keys, Reject, Removed, Stored};
 use super::parity::{ByUse, UseLeg, UseStats};
+use super::persist::{Capture, Captured, KeptWay, Progress};
 use super::status::{StreamStats, add};
 
 /// Attention groups of one cache. Beyond it: the event is rejected.
-const GROUPS_MAX: usize = 64;
+pub(crate) const GROUPS_MAX: usize = 64;
 
 /// An operation on the inventory, for one holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +63,20 @@ pub(crate) enum Op {
     Clear,
     /// The holder has nothing now, and what it has from now on is keyed so.
     Rekey(Keying),
+    /// The holder of what lies in the medium or a nearer one has the block now, or has it no longer.
+    Wide {
+        /// Never device memory.
+        medium: Medium,
+        key: BlockKey,
+        held: bool,
+    },
+}
+
+/// What is counted apart in one cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Place {
+    pub(crate) medium: Medium,
+    pub(crate) group: u32,
 }
 
 /// How the keys of a holder are to be read.
@@ -76,10 +102,12 @@ impl From<Way> for Keying {
     }
 }
 
-/// The cache of one rank: copies by group.
+/// The cache of one rank: copies by medium and group.
 #[derive(Debug, Default)]
 struct Cache {
-    groups: Vec<(u32, CopyCounts)>,
+    groups: Vec<(Place, CopyCounts)>,
+    /// Media beside device memory that it has had blocks in: each has a holder.
+    media: Vec<Medium>,
     /// Tokens per block of the blocks that enter.
     block_tokens: u32,
     /// Finds out how the engine makes its keys; none where the rule is simply believed.
@@ -88,27 +116,65 @@ struct Cache {
     own: OwnKeys,
     /// Copies are counted by own keys, not by the engine's.
     derived: bool,
+    /// Keys that the engine may hold no more.
+    unproven: HashSet<u64, BuildHasherDefault<KeyHasher>>,
+    /// The copying of its keys for a file, while it is under way.
+    capture: Option<Box<Capture>>,
 }
 
 impl Cache {
+    /// Whether the key lies anywhere.
     fn contains(&self, key: BlockKey) -> bool {
         self.groups.iter().any(|(_, counts)| counts.contains(key))
+    }
+
+    /// Whether the key lies in the medium or a nearer one.
+    fn has(&self, key: BlockKey, medium: Medium) -> bool {
+        self.groups.iter().any(|(place, counts)| place.medium <= medium && counts.contains(key))
     }
 
     fn entries(&self) -> usize {
         self.groups.iter().map(|(_, counts)| counts.len()).sum()
     }
 
-    /// Every key once, whatever the number of groups that hold it.
-    fn keys(&self) -> impl Iterator<Item = BlockKey> + '_ {
-        self.groups.iter().enumerate().flat_map(move |(place, (_, counts))| {
-            counts.keys().filter(move |key| !self.groups[..place].iter().any(|(_, before)| before.contains(*key)))
+    /// Every key in the medium or a nearer one once, whatever the number of groups that hold it.
+    fn keys(&self, medium: Medium) -> impl Iterator<Item = BlockKey> + '_ {
+        let counts = move |(place, _): &&(Place, CopyCounts)| place.medium <= medium;
+        self.groups.iter().enumerate().filter(move |(_, group)| counts(group)).flat_map(move |(at, (_, held))| {
+            let before =
+                move |key: BlockKey| self.groups[..at].iter().filter(counts).any(|(_, held)| held.contains(key));
+            held.keys().filter(move |key| !before(*key))
         })
     }
 
     /// Whether own keys are needed, now or should the engine's turn out not to be what the rule says.
     fn keeps_own_keys(&self) -> bool {
         self.calibrator.as_ref().is_some_and(|calibrator| !calibrator.is_proved())
+    }
+
+    /// One more copy; with `at_least_one`, only if there is none.
+    fn add(&mut self, group: usize, key: BlockKey, at_least_one: bool) -> Change {
+        // An engine does not announce again what it has: the copy that was unproven is gone.
+        let in_device = self.groups[group].0.medium == Medium::Device;
+        let anew = in_device && !self.unproven.is_empty() && self.unproven.remove(&key.0);
+        let change = self.groups[group].1.add(key, at_least_one || anew);
+        self.note(group, key);
+        change
+    }
+
+    /// One copy less.
+    fn remove(&mut self, group: usize, key: BlockKey) -> Change {
+        let change = self.groups[group].1.remove(key);
+        self.note(group, key);
+        change
+    }
+
+    /// Tells a capture under way of a change.
+    fn note(&mut self, group: usize, key: BlockKey) {
+        if let Some(capture) = &mut self.capture {
+            let (id, counts) = &self.groups[group];
+            capture.changed(*id, key, counts.copies(key));
+        }
     }
 
     /// The key that copies are counted by.
@@ -125,6 +191,8 @@ impl Cache {
         };
         let fits = self.block_tokens == block_tokens;
         self.block_tokens = block_tokens;
+        self.capture = None;
+        let was_unproven = !std::mem::take(&mut self.unproven).is_empty();
         let groups = std::mem::take(&mut self.groups);
         let was_derived = std::mem::replace(&mut self.derived, derived);
         self.groups = match (was_derived, derived) {
@@ -140,6 +208,15 @@ impl Cache {
         if !derived {
             self.own = OwnKeys::default();
         }
+        if was_unproven {
+            self.doubt();
+        }
+    }
+
+    /// All that is held may be gone.
+    fn doubt(&mut self) {
+        let Cache { groups, unproven, .. } = self;
+        unproven.extend(groups.iter().flat_map(|(_, counts)| counts.keys()).map(|key| key.0));
     }
 }
 
@@ -147,6 +224,7 @@ impl Cache {
 #[derive(Debug)]
 pub(crate) struct Copies {
     rule_tokens: u32,
+    weights: MediumWeights,
     blocks_max: usize,
     ranks: Vec<Cache>,
     /// (rank, group, key) entries over all ranks.
@@ -172,7 +250,13 @@ impl Copies {
         let ranks = (0..ranks).map(|_| cache()).collect();
         let (own_keys, tokens) = (Vec::new(), Vec::new());
         let by_use = ByUse::default();
-        Copies { rule_tokens, blocks_max, ranks, entries: 0, distinct: 0, by_use, own_keys, tokens }
+        let weights = MediumWeights::default();
+        Copies { rule_tokens, weights, blocks_max, ranks, entries: 0, distinct: 0, by_use, own_keys, tokens }
+    }
+
+    /// Counts blocks in the media that have weight, from now on.
+    pub(crate) fn weigh(self, weights: MediumWeights) -> Self {
+        Copies { weights, ..self }
     }
 
     /// Keys the endpoint holds, each once whatever the number of ranks or copies.
@@ -180,9 +264,9 @@ impl Copies {
         self.distinct
     }
 
-    /// Keys one rank holds.
+    /// Keys one rank holds in device memory.
     pub(crate) fn keys(&self, rank: usize) -> impl Iterator<Item = BlockKey> + '_ {
-        self.ranks[rank].keys()
+        self.ranks[rank].keys(Medium::Device)
     }
 
     /// How one rank's blocks are keyed, and why.
@@ -199,13 +283,17 @@ impl Copies {
 
     /// Forgets what one rank holds; nothing happens where it holds nothing.
     pub(crate) fn clear(&mut self, rank: usize, stats: &StreamStats, op: &mut impl FnMut(Op)) {
-        self.ranks[rank].own = OwnKeys::default();
-        if self.ranks[rank].entries() == 0 {
+        let cache = &mut self.ranks[rank];
+        cache.own = OwnKeys::default();
+        cache.unproven = HashSet::default();
+        cache.capture = None;
+        if cache.entries() == 0 {
             return;
         }
         self.by_use.forget();
         self.forget(rank);
         self.ranks[rank].groups.clear();
+        self.ranks[rank].media.clear();
         add(&stats.clears, 1);
         stats.held.store(0, Ordering::Relaxed);
         op(Op::Clear);
@@ -214,7 +302,7 @@ impl Copies {
     /// Judges what was predicted of the endpoint; a change of its alarm.
     pub(crate) fn judge(&mut self, now: Instant, stats: &UseStats) -> Option<Option<UseLeg>> {
         let ranks = &self.ranks;
-        self.by_use.judge(now, stats, |key| ranks.iter().any(|rank| rank.contains(key)))
+        self.by_use.judge(now, stats, |key| ranks.iter().any(|rank| rank.has(key, Medium::Device)))
     }
 
     /// Takes what one rank holds out of the endpoint's sums.
@@ -223,9 +311,9 @@ impl Copies {
         self.distinct -= self.only_in(rank);
     }
 
-    /// Keys that no other rank holds.
+    /// Keys in device memory that no other rank holds there.
     fn only_in(&self, rank: usize) -> u64 {
-        self.ranks[rank].keys().filter(|key| !self.in_other_rank(rank, *key)).count() as u64
+        self.keys(rank).filter(|key| !self.in_other_rank(rank, *key)).count() as u64
     }
 
     /// Counts one rank's blocks by other keys from now on.
@@ -236,7 +324,16 @@ impl Copies {
         self.entries += self.ranks[rank].entries();
         self.distinct += self.only_in(rank);
         op(Op::Rekey(way.into()));
-        self.ranks[rank].keys().for_each(|key| op(Op::Store(key)));
+        self.keys(rank).for_each(|key| op(Op::Store(key)));
+        self.wide_keys(rank, op);
+    }
+
+    /// Tells what the holders of slower media have.
+    pub(crate) fn wide_keys(&self, rank: usize, op: &mut impl FnMut(Op)) {
+        let cache = &self.ranks[rank];
+        for medium in &cache.media {
+            cache.keys(*medium).for_each(|key| op(Op::Wide { medium: *medium, key, held: true }));
+        }
     }
 
     /// Applies one batch of one rank. What cannot be understood is counted, the rest takes effect.
@@ -286,9 +383,12 @@ impl Copies {
         stats: &StreamStats,
         op: &mut impl FnMut(Op),
     ) -> Result<(), Reject> {
-        if !in_device_memory(stored.medium) {
+        let Some(medium) = self.counted_medium(stored.medium) else {
             add(&stats.other_medium, 1);
             return Ok(());
+        };
+        if medium != Medium::Device {
+            return self.stored_behind(rank, medium, stored, stats, op);
         }
         if !keeps_the_whole_prefix(stored) {
             add(&stats.other_group, 1);
@@ -304,7 +404,7 @@ impl Copies {
         if stored.block_tokens != self.ranks[rank].block_tokens {
             return Ok(());
         }
-        let group = self.group(rank, stored.group).ok_or(Reject::Group)?;
+        let group = self.group(rank, Place { medium, group: stored.group }).ok_or(Reject::Group)?;
         let cache = &mut self.ranks[rank];
         let derived = if cache.keeps_own_keys() {
             cache.own.derive(stored, &mut self.own_keys)
@@ -329,6 +429,58 @@ impl Copies {
         Ok(())
     }
 
+    /// Blocks in a slower medium: most often keys alone, of blocks that were announced in device memory before.
+    fn stored_behind(
+        &mut self,
+        rank: usize,
+        medium: Medium,
+        stored: &Stored<'_>,
+        stats: &StreamStats,
+        op: &mut impl FnMut(Op),
+    ) -> Result<(), Reject> {
+        let told = stored.tokens.len() > 0;
+        if told && stored.block_tokens != self.ranks[rank].block_tokens {
+            return Ok(());
+        }
+        if stored.kind.is_some_and(|kind| !keeps_all(kind)) {
+            add(&stats.other_group, 1);
+            return Ok(());
+        }
+        let group = self.group(rank, Place { medium, group: stored.group }).ok_or(Reject::Group)?;
+        if !self.ranks[rank].media.contains(&medium) {
+            self.ranks[rank].media.push(medium);
+            // What lies nearer counts there too.
+            let cache = &self.ranks[rank];
+            cache.keys(medium).for_each(|key| op(Op::Wide { medium, key, held: true }));
+        }
+        let cache = &mut self.ranks[rank];
+        if told && cache.keeps_own_keys() {
+            // Remembered; a block whose beginning is not known has no key of our own.
+            let _ = cache.own.derive(stored, &mut self.own_keys);
+        }
+        for engine in Keys::iter(stored.keys) {
+            match self.ranks[rank].counted(engine) {
+                Some(key) => self.add(rank, group, key, false, stats, op),
+                None => add(&stats.other_medium, 1),
+            }
+        }
+        Ok(())
+    }
+
+    /// The medium of an event, where it counts.
+    fn counted_medium(&self, name: Option<&str>) -> Option<Medium> {
+        medium(name).filter(|medium| self.counts(*medium))
+    }
+
+    /// Whether blocks in a medium count.
+    fn counts(&self, medium: Medium) -> bool {
+        match medium {
+            Medium::Device => true,
+            Medium::Cpu => self.weights.cpu > 0,
+            Medium::Storage => self.weights.storage > 0,
+        }
+    }
+
     fn add(
         &mut self,
         rank: usize,
@@ -338,19 +490,20 @@ impl Copies {
         stats: &StreamStats,
         op: &mut impl FnMut(Op),
     ) {
-        match self.ranks[rank].groups[group].1.add(key, again) {
+        match self.ranks[rank].add(group, key, again) {
             Change::First => self.first_copy(rank, group, key, stats, op),
             _ => add(&stats.duplicates, 1),
         }
     }
 
     fn removed(&mut self, rank: usize, removed: &Removed<'_>, stats: &StreamStats, op: &mut impl FnMut(Op)) {
-        if !in_device_memory(removed.medium) {
+        let Some(medium) = self.counted_medium(removed.medium) else {
             add(&stats.other_medium, 1);
             return;
-        }
+        };
         add(&stats.blocks_removed, u64::from(removed.keys.len()));
-        let Some(group) = self.ranks[rank].groups.iter().position(|(id, _)| *id == removed.group) else {
+        let place = Place { medium, group: removed.group };
+        let Some(group) = self.ranks[rank].groups.iter().position(|(known, _)| *known == place) else {
             add(&stats.unknown_removals, u64::from(removed.keys.len()));
             return;
         };
@@ -360,12 +513,14 @@ impl Copies {
                 add(&stats.unknown_removals, 1);
                 continue;
             };
-            match cache.groups[group].1.remove(key) {
+            match cache.remove(group, key) {
                 Change::Last => {
                     if !cache.contains(key) {
                         cache.own.forget(engine);
                     }
-                    self.by_use.evicted(key);
+                    if medium == Medium::Device {
+                        self.by_use.evicted(key);
+                    }
                     self.last_copy(rank, group, key, op);
                 }
                 Change::Unknown => add(&stats.unknown_removals, 1),
@@ -375,35 +530,57 @@ impl Copies {
     }
 
     /// The place of a group, made where it is new; none when there are too many.
-    fn group(&mut self, rank: usize, id: u32) -> Option<usize> {
+    fn group(&mut self, rank: usize, place: Place) -> Option<usize> {
         let groups = &mut self.ranks[rank].groups;
-        if let Some(place) = groups.iter().position(|(known, _)| *known == id) {
-            return Some(place);
+        if let Some(known) = groups.iter().position(|(known, _)| *known == place) {
+            return Some(known);
         }
         if groups.len() == GROUPS_MAX {
             return None;
         }
-        groups.push((id, CopyCounts::default()));
+        groups.push((place, CopyCounts::default()));
         Some(groups.len() - 1)
     }
 
-    fn in_other_group(&self, rank: usize, group: usize, key: BlockKey) -> bool {
+    /// Whether the key lies in the medium or a nearer one in another group than this.
+    fn elsewhere(&self, rank: usize, group: usize, key: BlockKey, medium: Medium) -> bool {
         let groups = &self.ranks[rank].groups;
-        groups.len() > 1 && groups.iter().enumerate().any(|(place, (_, held))| place != group && held.contains(key))
+        let other = |(at, (place, held)): (usize, &(Place, CopyCounts))| {
+            at != group && place.medium <= medium && held.contains(key)
+        };
+        groups.len() > 1 && groups.iter().enumerate().any(other)
     }
 
     fn in_other_rank(&self, rank: usize, key: BlockKey) -> bool {
-        self.ranks.len() > 1 && self.ranks.iter().enumerate().any(|(place, held)| place != rank && held.contains(key))
+        let has = |(place, held): (usize, &Cache)| place != rank && held.has(key, Medium::Device);
+        self.ranks.len() > 1 && self.ranks.iter().enumerate().any(has)
+    }
+
+    /// Tells the holders of slower media of a key that came or went in a group.
+    fn wide(&self, rank: usize, group: usize, key: BlockKey, held: bool, op: &mut impl FnMut(Op)) {
+        let from = self.ranks[rank].groups[group].0.medium;
+        for medium in self.ranks[rank].media.iter().copied().filter(|medium| *medium >= from) {
+            if !self.elsewhere(rank, group, key, medium) {
+                op(Op::Wide { medium, key, held });
+            }
+        }
+    }
+
+    fn is_in_device(&self, rank: usize, group: usize) -> bool {
+        self.ranks[rank].groups[group].0.medium == Medium::Device
     }
 
     fn first_copy(&mut self, rank: usize, group: usize, key: BlockKey, stats: &StreamStats, op: &mut impl FnMut(Op)) {
         self.entries += 1;
-        if !self.in_other_group(rank, group, key) {
+        self.wide(rank, group, key, true, op);
+        if self.is_in_device(rank, group) && !self.elsewhere(rank, group, key, Medium::Device) {
             self.distinct += u64::from(!self.in_other_rank(rank, key));
             op(Op::Store(key));
         }
         while self.entries > self.blocks_max {
-            let Some(oldest) = self.ranks[rank].groups[group].1.remove_oldest() else { break };
+            let cache = &mut self.ranks[rank];
+            let Some(oldest) = cache.groups[group].1.remove_oldest() else { break };
+            cache.note(group, oldest);
             add(&stats.evicted, 1);
             self.last_copy(rank, group, oldest, op);
         }
@@ -411,21 +588,174 @@ impl Copies {
 
     fn last_copy(&mut self, rank: usize, group: usize, key: BlockKey, op: &mut impl FnMut(Op)) {
         self.entries -= 1;
-        if !self.in_other_group(rank, group, key) {
+        self.wide(rank, group, key, false, op);
+        let cache = &mut self.ranks[rank];
+        if !cache.unproven.is_empty() && !cache.contains(key) {
+            cache.unproven.remove(&key.0);
+        }
+        if self.is_in_device(rank, group) && !self.elsewhere(rank, group, key, Medium::Device) {
             self.distinct -= u64::from(!self.in_other_rank(rank, key));
             op(Op::Remove(key));
         }
     }
 }
 
-fn in_device_memory(medium: Option<&str>) -> bool {
-    medium.is_none_or(|medium| medium.eq_ignore_ascii_case("GPU"))
+/// What a file of a former gateway, and an engine's `usage`, say of what a rank holds.
+impl Copies {
+    /// How one rank's keys are to be read, for a file; none where nothing may be kept.
+    pub(crate) fn kept_way(&self, rank: usize) -> Option<KeptWay> {
+        let way = self.ranks[rank].calibrator.as_ref().map_or(Way::Rule, Calibrator::way);
+        KeptWay::of(way)
+    }
+
+    /// Engine key → own key of a rank whose copies are counted by own keys; else nothing.
+    pub(crate) fn own_pairs(&self, rank: usize) -> Vec<(u64, u64)> {
+        let cache = &self.ranks[rank];
+        if cache.derived { cache.own.pairs().collect() } else { Vec::new() }
+    }
+
+    /// Copies one rank's keys for a file, a slice of `most` places at a time. What is given up begins anew.
+    pub(crate) fn capture(&mut self, rank: usize, most: usize) -> Progress {
+        let Cache { groups, capture, .. } = &mut self.ranks[rank];
+        let progress = capture.get_or_insert_default().slice(groups, most);
+        if !matches!(progress, Progress::More) {
+            *capture = None;
+        }
+        progress
+    }
+
+    /// One rank's keys, copied at once: for the end of the process.
+    pub(crate) fn capture_whole(&mut self, rank: usize) -> Captured {
+        self.ranks[rank].capture = None;
+        loop {
+            if let Progress::Done(captured) = self.capture(rank, usize::MAX) {
+                return captured;
+            }
+        }
+    }
+
+    /// Begins to take up what a file says of a rank, which holds nothing yet.
+    pub(crate) fn take_up(&mut self, rank: usize, way: Way, places: &[Place], op: &mut impl FnMut(Op)) {
+        for Place { medium, .. } in places {
+            if *medium != Medium::Device && self.counts(*medium) && !self.ranks[rank].media.contains(medium) {
+                self.ranks[rank].media.push(*medium);
+            }
+        }
+        if way != Way::Rule {
+            self.rekey(rank, way, op);
+            if let Some(calibrator) = &mut self.ranks[rank].calibrator {
+                calibrator.resume(way);
+            }
+        }
+    }
+
+    /// The own key of an engine key.
+    pub(crate) fn take_up_own(&mut self, rank: usize, engine: u64, own: u64) {
+        self.ranks[rank].own.insert(engine, own);
+    }
+
+    /// A key with its copies; the oldest come first. False where it cannot be taken.
+    pub(crate) fn take_up_key(
+        &mut self,
+        rank: usize,
+        place: Place,
+        (key, copies): (BlockKey, u32),
+        stats: &StreamStats,
+        op: &mut impl FnMut(Op),
+    ) -> bool {
+        if !self.counts(place.medium) {
+            return false;
+        }
+        let Some(group) = self.group(rank, place) else { return false };
+        let cache = &mut self.ranks[rank];
+        if copies == 0 || cache.groups[group].1.contains(key) {
+            return false;
+        }
+        cache.groups[group].1.set(key, copies);
+        cache.note(group, key);
+        cache.unproven.insert(key.0);
+        self.first_copy(rank, group, key, stats, op);
+        stats.held.store(self.ranks[rank].entries() as u64, Ordering::Relaxed);
+        true
+    }
+
+    /// Whether a rank has keys that its engine may hold no more.
+    pub(crate) fn is_unproven(&self, rank: usize) -> bool {
+        !self.ranks[rank].unproven.is_empty()
+    }
+
+    /// What a rank holds is what its engine holds.
+    pub(crate) fn prove(&mut self, rank: usize) {
+        self.ranks[rank].unproven = HashSet::default();
+    }
+
+    /// All that a rank holds may be gone.
+    pub(crate) fn doubt(&mut self, rank: usize) {
+        self.ranks[rank].doubt();
+    }
+
+    /// The engine's `usage` says that it has these blocks of a prompt, and not those.
+    pub(crate) fn usage_said(
+        &mut self,
+        rank: usize,
+        cached: &[BlockKey],
+        denied: &[BlockKey],
+        stats: &StreamStats,
+        op: &mut impl FnMut(Op),
+    ) {
+        let in_device = |(place, _): &&(Place, CopyCounts)| place.medium == Medium::Device;
+        let place = self.ranks[rank].groups.iter().find(in_device).map(|(place, _)| *place);
+        let place = place.unwrap_or(Place { medium: Medium::Device, group: 0 });
+        for key in cached {
+            if !self.ranks[rank].contains(*key) && self.take_up_key(rank, place, (*key, 1), stats, op) {
+                add(&stats.adopted, 1);
+            }
+        }
+        for key in denied {
+            if self.ranks[rank].unproven.contains(&key.0) {
+                self.withdraw(rank, *key, op);
+                add(&stats.withdrawn, 1);
+            }
+        }
+        stats.held.store(self.ranks[rank].entries() as u64, Ordering::Relaxed);
+    }
+
+    /// Takes back a key, however many copies it has in however many groups.
+    fn withdraw(&mut self, rank: usize, key: BlockKey, op: &mut impl FnMut(Op)) {
+        for group in 0..self.ranks[rank].groups.len() {
+            let cache = &mut self.ranks[rank];
+            if cache.groups[group].1.forget(key) {
+                cache.note(group, key);
+                self.last_copy(rank, group, key, op);
+            }
+        }
+    }
+}
+
+/// The medium that an engine names; none for one that is not known.
+fn medium(name: Option<&str>) -> Option<Medium> {
+    const NAMES: [(&str, Medium); 8] = [
+        ("GPU", Medium::Device),
+        ("CPU", Medium::Cpu),
+        ("CPU_PINNED", Medium::Cpu),
+        ("STORAGE", Medium::Storage),
+        ("FS", Medium::Storage),
+        ("OBJ", Medium::Storage),
+        ("DISK", Medium::Storage),
+        ("EXTERNAL", Medium::Storage),
+    ];
+    let Some(name) = name else { return Some(Medium::Device) };
+    NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name)).map(|(_, medium)| *medium)
+}
+
+/// Whether groups of that kind keep the whole prefix.
+fn keeps_all(kind: &str) -> bool {
+    matches!(kind, "full_attention" | "mla_attention" | "sink_full_attention")
 }
 
 fn keeps_the_whole_prefix(stored: &Stored<'_>) -> bool {
     match stored.kind {
-        Some("full_attention" | "mla_attention" | "sink_full_attention") => true,
-        Some(_) => false,
+        Some(kind) => keeps_all(kind),
         // Releases that do not name the kind: a sparse group gives itself away by spanning more tokens than it keeps.
         None => u64::from(stored.tokens.len()) == u64::from(stored.keys.len()) * u64::from(stored.block_tokens),
     }
@@ -437,7 +767,7 @@ fn continues(stored: &Stored<'_>, next: &Stored<'_>) -> bool {
         && next.parent.is_some()
         && next.parent == stored.keys.last()
         && next.group == stored.group
-        && in_device_memory(next.medium) == in_device_memory(stored.medium)
+        && medium(next.medium) == medium(stored.medium)
 }
 
 #[cfg(test)]

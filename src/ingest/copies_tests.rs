@@ -10,6 +10,13 @@ pub(in crate::ingest) const BLOCK: u32 = 4;
 #[derive(Clone, Debug)]
 pub(in crate::ingest) struct Wire(Vec<u8>);
 
+impl Wire {
+    /// An event that was encoded elsewhere.
+    pub(in crate::ingest) fn of(bytes: Vec<u8>) -> Self {
+        Wire(bytes)
+    }
+}
+
 fn text(bytes: &mut Vec<u8>, text: &str) {
     bytes.push(0xa0 | text.len() as u8);
     bytes.extend_from_slice(text.as_bytes());
@@ -131,6 +138,8 @@ struct Bench {
     copies: Copies,
     stats: StreamStats,
     holders: Vec<BTreeSet<u64>>,
+    /// What the holders of slower media have, by rank and medium.
+    wide: BTreeMap<(usize, Medium), BTreeSet<u64>>,
 }
 
 impl Bench {
@@ -139,15 +148,30 @@ impl Bench {
             copies: Copies::new(ranks, BLOCK, blocks_max, None),
             stats: StreamStats::default(),
             holders: vec![BTreeSet::new(); ranks],
+            wide: BTreeMap::new(),
         }
     }
 
+    fn weighing(ranks: usize, cpu: u8, storage: u8) -> Self {
+        let bench = Bench::new(ranks, 10_000);
+        Bench { copies: bench.copies.weigh(MediumWeights { cpu, storage }), ..bench }
+    }
+
     fn apply(&mut self, rank: usize, events: &[Wire]) {
-        let holder = &mut self.holders[rank];
+        let (holder, wide) = (&mut self.holders[rank], &mut self.wide);
         self.copies.apply(rank, &batch(events), &self.stats, &mut |op| match op {
             Op::Store(key) => assert!(holder.insert(key.0), "a store is told once"),
             Op::Remove(key) => assert!(holder.remove(&key.0), "a removal is told once, of what is held"),
-            Op::Clear | Op::Rekey(_) => holder.clear(),
+            Op::Clear | Op::Rekey(_) => {
+                holder.clear();
+                wide.retain(|(of, _), _| *of != rank);
+            }
+            Op::Wide { medium, key, held: true } => {
+                assert!(wide.entry((rank, medium)).or_default().insert(key.0), "a store is told once");
+            }
+            Op::Wide { medium, key, held: false } => {
+                assert!(wide.get_mut(&(rank, medium)).is_some_and(|held| held.remove(&key.0)), "told once");
+            }
         });
         let union: BTreeSet<u64> = self.holders.iter().flatten().copied().collect();
         assert_eq!(self.copies.distinct(), union.len() as u64, "each key once per endpoint");
@@ -211,6 +235,36 @@ fn other_media_and_sparse_groups_disturb_nothing() {
     bench.apply(0, &[store_of(&[6], None, 0, "GPU", "", BLOCK)]);
     assert_eq!(bench.held(0), [1, 2, 6]);
     assert_eq!((bench.count(|s| &s.other_medium), bench.count(|s| &s.other_group)), (3, 1));
+}
+
+/// A store as vLLM's connectors tell it: keys alone.
+fn offloaded(stored: &[u64], medium: &str) -> Wire {
+    Spec { keys: stored, parent: None, tokens: &[], block: 0, group: 0, medium, kind: "", salts: None }.wire()
+}
+
+#[test]
+fn blocks_in_slower_media_are_kept_apart_and_only_where_they_have_weight() {
+    let of = |bench: &Bench, medium| bench.wide.get(&(0, medium)).map(|held| held.iter().copied().collect::<Vec<_>>());
+    let mut bench = Bench::weighing(2, 50, 0);
+    bench.apply(0, &[store(&[1, 2, 3], None)]);
+    assert_eq!(bench.wide.len(), 0, "a rank without slower media has one holder");
+    bench.apply(0, &[offloaded(&[1, 2, 3], "CPU"), offloaded(&[1], "STORAGE"), offloaded(&[1], "a tape")]);
+    bench.apply(0, &[remove(&[3]), store(&[4], Some(3))]);
+    assert_eq!(bench.held(0), [1, 2, 4]);
+    assert_eq!(of(&bench, Medium::Cpu), Some(vec![1, 2, 3, 4]), "what lies in the host's memory or nearer");
+    assert_eq!((of(&bench, Medium::Storage), bench.count(|s| &s.other_medium)), (None, 2));
+    bench.apply(0, &[remove_of(&[2, 3], 0, "cpu_pinned"), remove(&[1])]);
+    assert_eq!((bench.held(0), of(&bench, Medium::Cpu)), (vec![2, 4], Some(vec![1, 2, 4])));
+    bench.apply(1, &[store(&[9], None)]);
+    assert_eq!(bench.wide.len(), 1, "ranks are apart");
+    bench.apply(0, &[cleared(), store(&[5], None)]);
+    assert_eq!((bench.held(0), of(&bench, Medium::Cpu)), (vec![5], None));
+
+    let mut bench = Bench::weighing(1, 80, 20);
+    bench.apply(0, &[offloaded(&[1], "FS"), offloaded(&[2], "CPU"), store(&[3], None)]);
+    assert_eq!(bench.held(0), [3]);
+    assert_eq!(of(&bench, Medium::Cpu), Some(vec![2, 3]));
+    assert_eq!(of(&bench, Medium::Storage), Some(vec![1, 2, 3]));
 }
 
 #[test]

@@ -49,6 +49,26 @@ pub(crate) struct CopyCounts {
     entries: VecDeque<Entry>,
     /// The place of the queue's front.
     front: u32,
+    /// Times places were counted anew.
+    renumbered: u32,
+}
+
+/// How far someone has read the keys, who goes on later.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cursor {
+    place: u32,
+    renumbered: u32,
+}
+
+/// What is left after some keys were read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reading {
+    /// More keys.
+    More,
+    /// Nothing.
+    Done,
+    /// Places were counted anew: what was read tells nothing of what is left.
+    Moved,
 }
 
 /// Keys are digest bits already; the multiplication only spreads keys of simulated engines that count up.
@@ -75,6 +95,57 @@ impl CopyCounts {
     /// Keys with at least one copy, oldest first.
     pub(crate) fn keys(&self) -> impl Iterator<Item = BlockKey> + '_ {
         self.entries.iter().filter(|entry| entry.copies > 0).map(|entry| BlockKey(entry.key()))
+    }
+
+    /// Copies of a key.
+    pub(crate) fn copies(&self, key: BlockKey) -> u32 {
+        let (entries, front) = (&self.entries, self.front);
+        let place = self.places.find(hash(key.0), |place| at(entries, front, *place).key() == key.0);
+        place.map_or(0, |place| at(entries, front, *place).copies)
+    }
+
+    /// Where reading begins.
+    pub(crate) fn begin(&self) -> Cursor {
+        Cursor { place: self.front, renumbered: self.renumbered }
+    }
+
+    /// Reads on, oldest first, over at most `most` places.
+    pub(crate) fn read(&self, cursor: &mut Cursor, most: usize, mut each: impl FnMut(BlockKey, u32)) -> Reading {
+        if cursor.renumbered != self.renumbered {
+            return Reading::Moved;
+        }
+        // The front may have gone beyond the cursor: what was there is dead.
+        let passed = self.front.wrapping_sub(cursor.place);
+        let ahead = cursor.place.wrapping_sub(self.front);
+        let from = if passed > 0 && passed < ahead { 0 } else { ahead as usize };
+        let to = self.entries.len().min(from.saturating_add(most));
+        self.entries.range(from.min(to)..to).filter(|entry| entry.copies > 0).for_each(|entry| {
+            each(BlockKey(entry.key()), entry.copies);
+        });
+        cursor.place = self.front.wrapping_add(to as u32);
+        if to == self.entries.len() { Reading::Done } else { Reading::More }
+    }
+
+    /// So many copies of a key that has none.
+    pub(crate) fn set(&mut self, key: BlockKey, copies: u32) {
+        if copies > 0
+            && self.add(key, false) == Change::First
+            && let Some(last) = self.entries.back_mut()
+        {
+            last.copies = copies;
+        }
+    }
+
+    /// Forgets a key, however many copies it has; whether it had any.
+    pub(crate) fn forget(&mut self, key: BlockKey) -> bool {
+        let (entries, front) = (&mut self.entries, self.front);
+        let Ok(slot) = self.places.find_entry(hash(key.0), |place| at(entries, front, *place).key() == key.0) else {
+            return false;
+        };
+        entries[slot.get().wrapping_sub(front) as usize].copies = 0;
+        slot.remove();
+        self.sweep();
+        true
     }
 
     /// One more copy; with `at_least_one`, only if there is none.
@@ -115,12 +186,7 @@ impl CopyCounts {
     /// Forgets the oldest key, however many copies it has.
     pub(crate) fn remove_oldest(&mut self) -> Option<BlockKey> {
         let key = self.keys().next()?;
-        let (entries, front) = (&mut self.entries, self.front);
-        let slot = self.places.find_entry(hash(key.0), |place| at(entries, front, *place).key() == key.0).ok()?;
-        entries[slot.get().wrapping_sub(front) as usize].copies = 0;
-        slot.remove();
-        self.sweep();
-        Some(key)
+        self.forget(key).then_some(key)
     }
 
     /// The same copies, in the same order, under other keys; what has none is left out.
@@ -128,11 +194,7 @@ impl CopyCounts {
         let mut counts = CopyCounts::default();
         for entry in self.entries.iter().filter(|entry| entry.copies > 0) {
             let Some(key) = other(BlockKey(entry.key())) else { continue };
-            if counts.add(key, false) == Change::First
-                && let Some(last) = counts.entries.back_mut()
-            {
-                last.copies = entry.copies;
-            }
+            counts.set(key, entry.copies);
         }
         counts
     }
@@ -149,6 +211,7 @@ impl CopyCounts {
         self.entries.retain(|entry| entry.copies > 0);
         self.entries.shrink_to(2 * self.entries.len());
         self.front = 0;
+        self.renumbered = self.renumbered.wrapping_add(1);
         self.places.clear();
         for (place, entry) in self.entries.iter().enumerate() {
             let entries = &self.entries;

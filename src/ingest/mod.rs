@@ -19,8 +19,10 @@ mod counts;
 mod derived;
 mod events;
 mod framing;
+pub mod inspect;
 mod msgpack;
 mod parity;
+mod persist;
 mod poller;
 pub mod sglang;
 mod sockets;
@@ -41,17 +43,19 @@ use crossbeam::channel::{Sender, bounded};
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
-use shards::service::{EndpointShared, Engine};
+use shards::service::{EndpointShared, Engine, MediumWeights};
 
 pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
 pub use framing::check_any_framing;
 pub use parity::{UseLeg, UseStatus};
+use persist::Files;
+pub use persist::{StateOptions, check_any_state_file};
 use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
-pub use status::{Replay, StreamName, StreamStatus};
-pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, check_any_json as check_any_trtllm_json};
+pub use status::{Replay, Started, StreamName, StreamStatus};
+pub use trtllm::{DrainFrom, DrainStatus, Phase, SecondDrainer, check_any_json as check_any_trtllm_json};
 use trtllm::{DrainSource, DrainStats};
 use worker::{Command, Worker, WorkerOptions};
 
@@ -69,10 +73,14 @@ pub struct IngestOptions {
     pub max_blocks_per_endpoint: usize,
     /// Longest silence of a replay before it is asked for again.
     pub replay_timeout: Duration,
+    /// How long the blocks of an engine that is gone are kept aside, in case a replay proves them after all.
+    pub aside: Duration,
+    /// Where what engines hold is remembered over a restart; none = nowhere.
+    pub state: Option<StateOptions>,
 }
 
 impl IngestOptions {
-    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s.
+    /// The defaults: one thread, not pinned; 1,000,000 blocks; 2 s; 10 s; nothing is remembered.
     #[must_use]
     pub fn new(loads: Arc<LoadTable>) -> Self {
         IngestOptions {
@@ -80,6 +88,8 @@ impl IngestOptions {
             loads,
             max_blocks_per_endpoint: 1_000_000,
             replay_timeout: Duration::from_secs(2),
+            aside: Duration::from_secs(10),
+            state: None,
         }
     }
 }
@@ -93,6 +103,8 @@ pub struct ServiceSources {
     pub engine: Engine,
     /// The rule's `kvBlockSize`, tokens.
     pub block_tokens: u32,
+    /// The rule's `kvMediumWeights`: blocks in media without weight are not kept.
+    pub weights: MediumWeights,
     /// What the rule says of the engines' keys, to be verified; without it keys are taken as they come.
     pub believed: Option<Arc<Believed>>,
     /// Its endpoints.
@@ -164,11 +176,11 @@ impl Shared {
     }
 
     pub(crate) fn register_drain(&self, source: &DrainSource) {
-        self.drains().push((source.name.clone(), Arc::clone(source.stats())));
+        self.drains().push((source.name.clone(), source.stats().clone()));
     }
 
     pub(crate) fn unregister_drain(&self, source: &DrainSource) {
-        self.drains().retain(|(_, stats)| !Arc::ptr_eq(stats, source.stats()));
+        self.drains().retain(|(_, stats)| !stats.is(source.stats()));
     }
 
     pub(crate) fn register(&self, source: &Source) {
@@ -185,13 +197,15 @@ impl Shared {
 pub struct Ingest {
     threads: Vec<Thread>,
     shared: Arc<Shared>,
+    /// The helper that writes state files; ends after the threads.
+    helper: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug)]
 struct Thread {
     commands: Sender<Command>,
     waker: Waker,
-    handle: Option<JoinHandle<()>>,
+    handle: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Ingest {
@@ -200,10 +214,17 @@ impl Ingest {
     /// # Errors
     /// Where a thread cannot be made or pinned, with the core in the message.
     pub fn start(options: IngestOptions) -> io::Result<Self> {
-        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout } = options;
+        let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout, aside, state } = options;
+        let (files, helper) = match state {
+            Some(StateOptions { directory, period }) => {
+                let (files, helper) = Files::start(directory, max_blocks_per_endpoint)?;
+                (Some((files, period)), Some(helper))
+            }
+            None => (None, None),
+        };
         let load_slots = AtomicUsize::new(loads.slots());
         let shared = Arc::new(Shared { streams: Mutex::default(), drains: Mutex::default(), load_slots });
-        let mut ingest = Ingest { threads: Vec::new(), shared };
+        let mut ingest = Ingest { threads: Vec::new(), shared, helper: Mutex::new(helper) };
         let cores = if cores.is_empty() { vec![None] } else { cores.into_iter().map(Some).collect() };
         for (number, core) in cores.into_iter().enumerate() {
             let poller = Poller::new()?;
@@ -216,9 +237,11 @@ impl Ingest {
                 loads: (number == 0).then(|| Arc::clone(&loads)),
                 blocks_max: max_blocks_per_endpoint,
                 replay_timeout,
+                aside,
+                state: files.clone(),
             };
             let handle = spawn(number, core, worker)?;
-            ingest.threads.push(Thread { commands, waker, handle: Some(handle) });
+            ingest.threads.push(Thread { commands, waker, handle: Mutex::new(Some(handle)) });
         }
         Ok(ingest)
     }
@@ -278,16 +301,26 @@ impl Ingest {
     }
 }
 
-impl Drop for Ingest {
-    fn drop(&mut self) {
+impl Ingest {
+    /// Stops the threads, and waits until what engines hold is written.
+    pub fn stop(&self) {
         for thread in &self.threads {
+            // One that has ended wants no command.
             let _ = thread.commands.send(Command::Stop);
             thread.waker.wake();
         }
-        for handle in self.threads.iter_mut().filter_map(|thread| thread.handle.take()) {
-            // A thread that panicked has said so already.
-            let _ = handle.join();
+        for handle in self.threads.iter().map(|thread| &thread.handle).chain([&self.helper]) {
+            if let Some(handle) = handle.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                // A thread that panicked has said so already.
+                let _ = handle.join();
+            }
         }
+    }
+}
+
+impl Drop for Ingest {
+    fn drop(&mut self) {
+        self.stop();
     }
 }
 
@@ -315,6 +348,6 @@ fn spawn(number: usize, core: Option<usize>, worker: WorkerOptions) -> io::Resul
 }
 
 #[cfg(test)]
-mod history_tests;
+mod histories;
 #[cfg(test)]
 mod wire_tests;

@@ -1,23 +1,27 @@
 //! One rank's event source: its sockets, its stream state, and the holder that its events write.
 
+mod take_up;
+
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shards::ids::{EndpointIndex, HolderIndex, Rank};
-use shards::inventory::{OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
+use shards::inventory::{Medium, OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
 
 use super::calibrate::{Finding, Verdict};
 use super::copies::{Copies, Keying, Op};
-use super::events::Reject;
+use super::events::{Reject, clock};
 use super::framing::Framed;
 use super::parity::UseStats;
 use super::poller::Poller;
 use super::sockets::{Contexts, Frames, Link, Watched};
-use super::status::{Replay, StreamName, StreamStats, add};
+use super::status::{Replay, Started, StreamName, StreamStats, add};
 use super::stream::{Action, Stream};
 use super::{Mode, RankSource};
+use take_up::Asleep;
+pub(crate) use take_up::Mark;
 
 /// Messages taken from one source before the others have their turn.
 const MESSAGES_PER_VISIT: usize = 64;
@@ -49,9 +53,13 @@ pub(crate) struct Source {
     socket: Option<Watched>,
     /// Connections of the socket that are open.
     links: HashSet<i32>,
+    /// Since when none is, after there was one.
+    lost_at: Option<Instant>,
     replay: Option<ReplayRequest>,
     /// None while the inventory has no slot to give.
     holder: Option<Held>,
+    /// Holders of what lies in slower media or nearer, from the first such block on.
+    wide: Wide,
     /// How its keys are to be read.
     keying: Keying,
     /// What the inventory was told.
@@ -60,7 +68,18 @@ pub(crate) struct Source {
     finding: Finding,
     /// Block size the log has complained of.
     complained_of: u32,
+    /// Its state file comes first.
+    asleep: Option<Asleep>,
+    /// What the inventory began with; none until the connection shows it.
+    started: Option<Started>,
+    /// Replays before the inventory began.
+    replays_before: u64,
+    /// What it was like when it was written last.
+    written: Mark,
 }
+
+/// The host's memory, and what lies behind it.
+type Wide = [Option<Held>; 2];
 
 /// A slot of the inventory.
 #[derive(Clone, Copy)]
@@ -93,12 +112,18 @@ struct Applier<'a> {
     endpoint: EndpointIndex,
     rank: Rank,
     held: &'a mut Option<Held>,
+    wide: &'a mut Wide,
     keying: &'a mut Keying,
     eligible: bool,
+    /// What comes is no replay.
+    live: bool,
     stats: &'a StreamStats,
-    /// The request that the stream wants to be under way; none = as it is.
-    request: Option<Option<u64>>,
+    started: &'a mut Option<Started>,
+    request: Request,
 }
+
+/// The replay that is to be under way from now on: as it is, none, or one from a number on.
+pub(crate) type Request = Option<Option<u64>>;
 
 impl Applier<'_> {
     fn act(&mut self, action: Action<'_>) {
@@ -106,21 +131,29 @@ impl Applier<'_> {
             Action::Apply(seq, payload) => {
                 add(&self.stats.batches, 1);
                 self.stats.next_seq.store(seq.saturating_add(1), Ordering::Relaxed);
-                let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
-                self.stats.last_event_ms.store(now, Ordering::Relaxed);
+                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                self.stats.last_event_ms.store(now.as_millis() as u64, Ordering::Relaxed);
+                if self.live {
+                    let lag = clock(payload).map_or(0.0, |made| now.as_secs_f64() - made);
+                    // A clock that is ahead of ours is no lag; the cast saturates.
+                    self.stats.lag_us.store((lag * 1e6) as u64, Ordering::Relaxed);
+                }
                 self.change(|copies, place, stats, op| copies.apply(place, payload, stats, &mut |each| op(each)));
             }
             Action::Clear => {
                 self.copies.verify_again(self.place);
+                *self.started = None;
                 self.change(|copies, place, stats, op| copies.clear(place, stats, &mut |each| op(each)));
             }
             Action::Replay(from) => self.request = Some(Some(from)),
             Action::StopReplay => self.request = Some(None),
+            Action::Proven => self.copies.prove(self.place),
+            Action::Doubt => self.copies.doubt(self.place),
         }
     }
 
     fn change(&mut self, change: impl FnOnce(&mut Copies, usize, &StreamStats, &mut dyn FnMut(Op))) {
-        let Applier { copies, place, writer, endpoint, rank, held, keying, eligible, stats, .. } = self;
+        let Applier { copies, place, writer, endpoint, rank, held, wide, keying, eligible, stats, .. } = self;
         let mut since_publish = 0;
         change(copies, *place, stats, &mut |op| {
             if let Op::Rekey(new) = op {
@@ -129,9 +162,21 @@ impl Applier<'_> {
             match (op, held.map(|held| held.holder)) {
                 (Op::Store(key), Some(holder)) => writer.store(key, holder),
                 (Op::Remove(key), Some(holder)) => writer.remove(key, holder),
-                (Op::Clear | Op::Rekey(_), Some(old)) => {
-                    writer.retire_holder(old);
-                    **held = add_holder(writer, *endpoint, *rank, **keying, *eligible);
+                (Op::Clear | Op::Rekey(_), old) => {
+                    retire(old, wide, writer);
+                    **held = add_holder(writer, Medium::Device, *endpoint, *rank, **keying, *eligible);
+                }
+                (Op::Wide { medium, key, held }, _) => {
+                    let Some(slot) = wide.get_mut((medium as usize).wrapping_sub(1)) else { return };
+                    if slot.is_none() && held {
+                        // Without a slot these blocks count for nothing until the rank is emptied.
+                        *slot = add_holder(writer, medium, *endpoint, *rank, **keying, *eligible);
+                    }
+                    match slot {
+                        Some(wide) if held => writer.store(key, wide.holder),
+                        Some(wide) => writer.remove(key, wide.holder),
+                        None => {}
+                    }
                 }
                 // Without a slot the copies go on; the holder gets them all when there is one again.
                 (_, None) => {}
@@ -150,6 +195,7 @@ impl Applier<'_> {
 /// would need one key space too many, are those of a holder that is never eligible.
 fn add_holder(
     writer: &mut Writer,
+    medium: Medium,
     endpoint: EndpointIndex,
     rank: Rank,
     keying: Keying,
@@ -160,7 +206,7 @@ fn add_holder(
         Keying::Space(space) => writer.space(space),
         Keying::Refused => None,
     };
-    let holder = writer.add_holder_in(space.unwrap_or(SpaceIndex::OWN), endpoint, rank)?;
+    let holder = writer.add_holder_to(medium, space.unwrap_or(SpaceIndex::OWN), endpoint, rank)?;
     let routable = space.is_some();
     if !eligible || !routable {
         writer.set_eligible(holder, false);
@@ -168,52 +214,67 @@ fn add_holder(
     Some(Held { holder, routable })
 }
 
+/// Gives the slots of a rank back.
+fn retire(holder: Option<HolderIndex>, wide: &mut Wide, writer: &mut Writer) {
+    let wide = wide.iter_mut().filter_map(Option::take).map(|held| held.holder);
+    holder.into_iter().chain(wide).for_each(|holder| writer.retire_holder(holder));
+}
+
 impl Source {
-    /// Opens the source; where the address is refused it stays closed, and the log says why.
-    pub(crate) fn open(
+    /// A source without sockets.
+    pub(crate) fn new(
         name: StreamName,
         from: RankSource,
         place: usize,
         token: u64,
         by_use: &Arc<UseStats>,
         writer: &mut Writer,
-        io: &mut Io<'_>,
     ) -> Self {
-        let (address, bind) = match &from.mode {
-            Mode::Connect(address) => (address, false),
-            Mode::Bind(address) => (address, true),
-        };
-        let socket = io.contexts.subscriber(address, bind).and_then(|socket| {
-            watch(io.poller, &socket, token)?;
-            Ok(socket)
-        });
-        let socket = match socket {
-            Ok(socket) => Some(socket),
-            Err(error) => {
-                tracing::error!(
-                    endpoint = name.label, rank = name.rank.0, address, %error,
-                    "the address of the engine's KV events cannot be used; correct it: until then no prompt is routed there by its cache"
-                );
-                None
-            }
-        };
         Source {
             endpoint: name.endpoint,
             place,
             token,
             stream: Stream::new(from.replay.is_some()),
-            socket,
+            socket: None,
             links: HashSet::new(),
+            lost_at: None,
             replay: None,
-            holder: add_holder(writer, name.endpoint, name.rank, Keying::Rule, false),
+            holder: add_holder(writer, Medium::Device, name.endpoint, name.rank, Keying::Rule, false),
+            wide: Wide::default(),
             keying: Keying::Rule,
             eligible: false,
             finding: Finding::default(),
             complained_of: 0,
+            asleep: None,
+            started: None,
+            replays_before: 0,
+            written: Mark::default(),
             stats: Arc::new(StreamStats { by_use: Arc::clone(by_use), ..StreamStats::default() }),
             name,
             from,
         }
+    }
+
+    /// Opens its socket; where the address is refused it stays closed, and the log says why.
+    fn open_socket(&mut self, io: &mut Io<'_>) {
+        let (address, bind) = match &self.from.mode {
+            Mode::Connect(address) => (address, false),
+            Mode::Bind(address) => (address, true),
+        };
+        let socket = io.contexts.subscriber(address, bind).and_then(|socket| {
+            watch(io.poller, &socket, self.token)?;
+            Ok(socket)
+        });
+        self.socket = match socket {
+            Ok(socket) => Some(socket),
+            Err(error) => {
+                tracing::error!(
+                    endpoint = self.name.label, rank = self.name.rank.0, address, %error,
+                    "the address of the engine's KV events cannot be used; correct it: until then no prompt is routed there by its cache"
+                );
+                None
+            }
+        };
     }
 
     /// Closes the sockets and gives the holder back.
@@ -222,16 +283,15 @@ impl Source {
         if let Some(socket) = &self.socket {
             forget(poller, socket);
         }
-        if let Some(held) = self.holder {
-            writer.retire_holder(held.holder);
-        }
+        retire(self.holder.map(|held| held.holder), &mut self.wide, writer);
     }
 
     /// Reads what has come, up to a bound, and applies it.
     pub(crate) fn visit(&mut self, copies: &mut Copies, writer: &mut Writer, io: &mut Io<'_>) -> Left {
         // The monitor first: what it reports happened before anything that the socket brings afterwards.
         while let Some(link) = self.socket.as_ref().and_then(Watched::link) {
-            self.link(link, copies, writer, io);
+            let request = self.linked(link, copies, writer);
+            self.request(request, io);
         }
         let mut left = self.read_replay(copies, writer, io);
         for _ in 0..MESSAGES_PER_VISIT {
@@ -239,18 +299,47 @@ impl Source {
                 self.note(copies);
                 return left;
             }
-            let frames = &mut *io.frames;
-            match frames.published() {
-                Framed::Batch(seq, payload) => {
-                    let request = self.step(copies, writer, |stream, act| stream.live(seq, payload, &mut |a| act(a)));
-                    self.request(request, io);
-                }
-                _ => self.stats.reject(Reject::Frames),
-            }
+            let request = self.published(io.frames.published(), copies, writer);
+            self.request(request, io);
         }
         left = Left::More;
         self.note(copies);
         left
+    }
+
+    /// Takes a message of the publisher.
+    pub(crate) fn published(&mut self, framed: Framed<'_>, copies: &mut Copies, writer: &mut Writer) -> Request {
+        match framed {
+            Framed::Batch(seq, payload) => {
+                self.step(copies, writer, |stream, act| stream.live(seq, payload, &mut |a| act(a)))
+            }
+            Framed::End | Framed::Malformed => {
+                self.stats.reject(Reject::Frames);
+                None
+            }
+        }
+    }
+
+    /// Takes a message of the replay under way.
+    pub(crate) fn replayed(&mut self, framed: Framed<'_>, copies: &mut Copies, writer: &mut Writer) -> Request {
+        match framed {
+            Framed::Batch(seq, payload) => {
+                self.step(copies, writer, |stream, act| stream.replayed(seq, payload, &mut |a| act(a)))
+            }
+            Framed::End => {
+                self.stats.set_replay(Replay::Works);
+                self.step(copies, writer, |stream, act| stream.replay_ended(&mut |a| act(a)))
+            }
+            Framed::Malformed => {
+                self.stats.reject(Reject::Frames);
+                None
+            }
+        }
+    }
+
+    /// The replay under way is silent.
+    pub(crate) fn replay_silent(&mut self, copies: &mut Copies, writer: &mut Writer) -> Request {
+        self.step(copies, writer, |stream, act| stream.replay_timed_out(&mut |a| act(a)))
     }
 
     /// Gives up or repeats a replay that is overdue; false where none is under way.
@@ -262,16 +351,28 @@ impl Source {
         io: &mut Io<'_>,
     ) -> bool {
         if self.replay.as_ref().is_some_and(|request| request.deadline <= now) {
-            let request = self.step(copies, writer, |stream, act| stream.replay_timed_out(&mut |a| act(a)));
+            let request = self.replay_silent(copies, writer);
             self.request(request, io);
             self.note(copies);
         }
         self.replay.is_some()
     }
 
+    /// Gives up what is kept of an engine that has been gone for longer than that; true if it did.
+    pub(crate) fn expire(&mut self, now: Instant, after: Duration, copies: &mut Copies, writer: &mut Writer) -> bool {
+        if self.lost_at.is_none_or(|lost| now.saturating_duration_since(lost) < after) {
+            return false;
+        }
+        self.lost_at = None;
+        // Without a connection nothing is asked for.
+        let _ = self.step(copies, writer, |stream, act| stream.expired(&mut |a| act(a)));
+        self.note(copies);
+        true
+    }
+
     /// False where the address was refused.
     pub(crate) fn is_open(&self) -> bool {
-        self.socket.is_some()
+        self.socket.is_some() || self.is_asleep()
     }
 
     /// Whether its blocks are what its engine holds.
@@ -292,11 +393,36 @@ impl Source {
     /// Asks for a holder again where the inventory had no slot.
     pub(crate) fn repair(&mut self, copies: &Copies, writer: &mut Writer) {
         if self.holder.is_none() {
-            self.holder = add_holder(writer, self.endpoint, self.name.rank, self.keying, self.eligible);
+            self.holder = add_holder(writer, Medium::Device, self.endpoint, self.name.rank, self.keying, self.eligible);
             if let Some(held) = self.holder {
                 copies.keys(self.place).for_each(|key| writer.store(key, held.holder));
             }
         }
+    }
+
+    /// Does something to the rank's copies and, with them, to its holder.
+    fn with_applier<T>(
+        &mut self,
+        copies: &mut Copies,
+        writer: &mut Writer,
+        act: impl FnOnce(&mut Stream, &mut Applier<'_>) -> T,
+    ) -> T {
+        let mut applier = Applier {
+            copies,
+            place: self.place,
+            writer,
+            endpoint: self.endpoint,
+            rank: self.name.rank,
+            held: &mut self.holder,
+            wide: &mut self.wide,
+            keying: &mut self.keying,
+            eligible: self.eligible,
+            live: self.replay.is_none(),
+            stats: &self.stats,
+            started: &mut self.started,
+            request: None,
+        };
+        act(&mut self.stream, &mut applier)
     }
 
     /// Runs one step of the stream and carries out what it asks for, but for the replay request it returns.
@@ -305,47 +431,47 @@ impl Source {
         copies: &mut Copies,
         writer: &mut Writer,
         step: impl FnOnce(&mut Stream, &mut dyn FnMut(Action<'_>)),
-    ) -> Option<Option<u64>> {
-        let mut applier = Applier {
-            copies,
-            place: self.place,
-            writer,
-            endpoint: self.endpoint,
-            rank: self.name.rank,
-            held: &mut self.holder,
-            keying: &mut self.keying,
-            eligible: self.eligible,
-            stats: &self.stats,
-            request: None,
-        };
-        step(&mut self.stream, &mut |action| applier.act(action));
-        let request = applier.request;
+    ) -> Request {
+        let had_begun = self.started.is_some();
+        let request = self.with_applier(copies, writer, |stream, applier| {
+            step(stream, &mut |action| applier.act(action));
+            if !applier.copies.is_unproven(applier.place) {
+                stream.settle();
+            }
+            applier.request
+        });
+        if had_begun && self.started.is_none() {
+            self.replays_before = self.stream.tally().replays;
+        }
         if self.stream.is_eligible() != self.eligible {
             self.eligible = !self.eligible;
-            if let Some(held) = self.holder.filter(|held| held.routable) {
+            let holders = self.wide.iter().chain([&self.holder]).flatten();
+            for held in holders.filter(|held| held.routable) {
                 writer.set_eligible(held.holder, self.eligible);
             }
         }
         request
     }
 
-    fn link(&mut self, link: Link, copies: &mut Copies, writer: &mut Writer, io: &mut Io<'_>) {
+    /// Takes what became of a connection.
+    pub(crate) fn linked(&mut self, link: Link, copies: &mut Copies, writer: &mut Writer) -> Request {
         let (endpoint, rank) = (&self.name.label, self.name.rank.0);
-        let request = match link {
+        match link {
             Link::Opened(number) => {
                 self.links.insert(number);
-                return;
+                None
             }
-            Link::Retried => return,
+            Link::Retried => None,
             Link::Ready => {
                 tracing::info!(endpoint, rank, address = self.name.address, "KV events: connected");
                 copies.verify_again(self.place);
+                self.lost_at = None;
                 self.step(copies, writer, |stream, act| stream.connected(&mut |a| act(a)))
             }
             Link::Closed(number) => {
                 self.links.remove(&number);
                 if !self.links.is_empty() || !self.stream.is_connected() {
-                    return;
+                    return None;
                 }
                 tracing::warn!(
                     endpoint,
@@ -353,16 +479,16 @@ impl Source {
                     address = self.name.address,
                     "KV events: connection lost; the rank's blocks do not count until it is back"
                 );
+                self.lost_at = Some(Instant::now());
                 let request = self.step(copies, writer, |stream, act| stream.lost(&mut |a| act(a)));
                 // A mask is worth a publish of its own.
                 let _ = writer.try_publish();
                 request
             }
-        };
-        self.request(request, io);
+        }
     }
 
-    fn request(&mut self, request: Option<Option<u64>>, io: &mut Io<'_>) {
+    fn request(&mut self, request: Request, io: &mut Io<'_>) {
         let Some(request) = request else { return };
         self.drop_replay(io.poller);
         let (Some(from), Some(address), Some(stream)) = (request, &self.from.replay, &self.socket) else { return };
@@ -400,20 +526,7 @@ impl Source {
                         self.replay_missing(copies, writer)
                     } else {
                         under_way.deadline = Instant::now() + io.replay_timeout;
-                        let frames = &mut *io.frames;
-                        match frames.replayed() {
-                            Framed::Batch(seq, payload) => {
-                                self.step(copies, writer, |stream, act| stream.replayed(seq, payload, &mut |a| act(a)))
-                            }
-                            Framed::End => {
-                                self.stats.set_replay(Replay::Works);
-                                self.step(copies, writer, |stream, act| stream.replay_ended(&mut |a| act(a)))
-                            }
-                            Framed::Malformed => {
-                                self.stats.reject(Reject::Frames);
-                                None
-                            }
-                        }
+                        self.replayed(io.frames.replayed(), copies, writer)
                     }
                 }
                 None => self.replay_missing(copies, writer),
@@ -423,14 +536,15 @@ impl Source {
         Left::More
     }
 
-    fn replay_missing(&mut self, copies: &mut Copies, writer: &mut Writer) -> Option<Option<u64>> {
+    /// Nothing answers at the replay address.
+    pub(crate) fn replay_missing(&mut self, copies: &mut Copies, writer: &mut Writer) -> Request {
         if self.stats.replay.load(Ordering::Relaxed) != Replay::Missing as u32 {
             tracing::info!(
                 endpoint = self.name.label,
                 rank = self.name.rank.0,
                 address = self.from.replay,
                 from = self.replay.as_ref().map(|request| request.from),
-                "no replay endpoint: cold start; what the engine announced before is not known"
+                "no replay endpoint: what the engine announced before cannot be asked for"
             );
         }
         self.stats.set_replay(Replay::Missing);
@@ -438,12 +552,16 @@ impl Source {
     }
 
     /// Brings the status up to date.
-    fn note(&mut self, copies: &Copies) {
+    pub(crate) fn note(&mut self, copies: &Copies) {
         match copies.finding(self.place) {
             Some(finding) => self.note_finding(finding),
             None => self.note_block_size(),
         }
+        self.note_start();
         let stats = &*self.stats;
+        stats.set_started(self.started);
+        stats.whole.store(self.stream.is_whole(), Ordering::Relaxed);
+        stats.degraded.store(copies.is_unproven(self.place), Ordering::Relaxed);
         let tally = self.stream.tally();
         stats.connected.store(self.stream.is_connected(), Ordering::Relaxed);
         let routable = self.holder.is_none_or(|held| held.routable);

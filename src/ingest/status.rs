@@ -27,6 +27,29 @@ pub enum Replay {
     Missing,
 }
 
+/// What a rank's inventory began with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Started {
+    /// With nothing: what the engine announced before is not known.
+    Cold,
+    /// With what a state file says.
+    Restored,
+    /// With the engine's history.
+    Replayed,
+}
+
+impl Started {
+    /// The word in API and metrics.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Started::Cold => "cold",
+            Started::Restored => "restored",
+            Started::Replayed => "replayed",
+        }
+    }
+}
+
 /// Counters of one stream, written by its ingest thread alone.
 #[derive(Debug, Default)]
 pub(crate) struct StreamStats {
@@ -58,8 +81,20 @@ pub(crate) struct StreamStats {
     pub(crate) held: AtomicU64,
     /// Unix milliseconds; 0 = never.
     pub(crate) last_event_ms: AtomicU64,
+    /// Age of the last live batch when it was applied, by the engine's clock, µs.
+    pub(crate) lag_us: AtomicU64,
     /// A [`Replay`] as its number.
     pub(crate) replay: AtomicU32,
+    /// 0 = it has not begun, else a [`Started`] as its number + 1.
+    pub(crate) started: AtomicU32,
+    pub(crate) degraded: AtomicBool,
+    pub(crate) whole: AtomicBool,
+    pub(crate) restored: AtomicU64,
+    pub(crate) withdrawn: AtomicU64,
+    pub(crate) adopted: AtomicU64,
+    /// Written by the helper thread of state files, and by the ingest thread.
+    pub(crate) state_writes: AtomicU64,
+    pub(crate) state_failures: AtomicU64,
     /// How the rank's blocks are keyed; written when that changes, which is rare.
     pub(crate) finding: Mutex<Option<Finding>>,
     /// Of the endpoint: all its ranks have the same.
@@ -82,6 +117,18 @@ impl StreamStats {
 
     pub(crate) fn set_replay(&self, replay: Replay) {
         self.replay.store(replay as u32, Ordering::Relaxed);
+    }
+
+    pub(crate) fn state_written(&self) {
+        self.state_writes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn state_failure(&self) {
+        self.state_failures.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn set_started(&self, started: Option<Started>) {
+        self.started.store(started.map_or(0, |started| started as u32 + 1), Ordering::Relaxed);
     }
 
     /// A copy of the counters under the stream's name. Counters are read one by one: they may be a batch apart.
@@ -120,11 +167,25 @@ impl StreamStats {
                 0 => None,
                 ms => Some(ms),
             },
+            lag_us: get(&self.lag_us),
             replay: match self.replay.load(Ordering::Relaxed) {
                 0 => Replay::Untried,
                 1 => Replay::Works,
                 _ => Replay::Missing,
             },
+            started: match self.started.load(Ordering::Relaxed) {
+                0 => None,
+                1 => Some(Started::Cold),
+                2 => Some(Started::Restored),
+                _ => Some(Started::Replayed),
+            },
+            degraded: self.degraded.load(Ordering::Relaxed),
+            whole: self.whole.load(Ordering::Relaxed),
+            restored: get(&self.restored),
+            withdrawn: get(&self.withdrawn),
+            adopted: get(&self.adopted),
+            state_writes: get(&self.state_writes),
+            state_failures: get(&self.state_failures),
             by_use: self.by_use.status(),
             finding: self.finding.lock().unwrap_or_else(PoisonError::into_inner).clone(),
         }
@@ -202,8 +263,28 @@ pub struct StreamStatus {
     pub held: u64,
     /// When the last batch was applied, Unix milliseconds.
     pub last_event_ms: Option<u64>,
+    /// Age of the last live batch when it was applied, by the engine's clock, µs; 0 before the first, and where that clock
+    /// is ahead of ours.
+    pub lag_us: u64,
     /// Whether the engine answers replay requests.
     pub replay: Replay,
+    /// What the rank's inventory began with; none before its engine was reached, or asked for its history.
+    pub started: Option<Started>,
+    /// Some of what it holds was taken up from a state file, or adopted, and is not proven: it is routed by, and
+    /// withdrawn as soon as the engine's `usage` denies a predicted hit.
+    pub degraded: bool,
+    /// All that its engine ever announced was heard.
+    pub whole: bool,
+    /// Keys taken up from the state file.
+    pub restored: u64,
+    /// Unproven keys withdrawn because the engine's `usage` denied them.
+    pub withdrawn: u64,
+    /// Keys taken in because the engine's `usage` reported them cached.
+    pub adopted: u64,
+    /// State files written.
+    pub state_writes: u64,
+    /// State files that could not be written, or not be taken up.
+    pub state_failures: u64,
     /// Whether the endpoint's prompts have the blocks they were predicted to have.
     pub by_use: UseStatus,
     /// How the rank's blocks are keyed, and why; none where nothing is verified.

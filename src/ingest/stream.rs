@@ -15,12 +15,20 @@
 //!        │      │                     └──────── failed, was down ────────────────────────────►│          │
 //!        │      │──── connected, something known, no replay address ─────────────────────────►│          │
 //!        └──────┘                                                                             └──────────┘
-//!            ▲ lost, from anywhere: what is held stays, but counts no more
+//!            ▲ lost, from anywhere: what is held stays, but counts no more; a while later it is given up
 //! ```
 //!
 //! **Proof.** A replay starts at the last batch applied, not behind it: if the engine sends that very batch, it is
 //! the same process and the history goes on; if it sends another one under that number, or none, the engine was
 //! restarted, the rank is cleared and its history is asked for from 0.
+//!
+//! **Leftovers.** Batches of a process that is gone may be read after its successor has connected, under numbers that
+//! fit. Where there is a replay address, a batch whose clock stands before that of the last one applied is not taken
+//! for its continuation: the engine is asked, and what it does not know is dropped.
+//!
+//! **Taken up.** A stream may begin with what a file of a former gateway says ([`super::persist`]): then its first
+//! connection is believed. A replay, or a first live batch that follows the last one, proves it; what was missed and
+//! cannot be had leaves it doubtful, where other streams are cleared.
 //!
 //! **Eligible** is what is proven: `Live`, or `Replaying` unless the connection had been lost with blocks held.
 //!
@@ -50,22 +58,37 @@ pub(crate) enum Action<'a> {
     Replay(u64),
     /// Drop the request under way.
     StopReplay,
+    /// What was taken up from a file is what the engine holds, together with what is applied from now on.
+    Proven,
+    /// Something was missed: all that the rank holds may be gone.
+    Doubt,
 }
 
 /// Enough of a payload to tell two batches under one number apart: its length and its first bytes, which hold
 /// the engine's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Print {
-    head: [u8; 16],
-    len: usize,
+pub(crate) struct Print {
+    pub(crate) head: [u8; 16],
+    pub(crate) len: usize,
 }
 
 impl Print {
-    fn of(payload: &[u8]) -> Self {
+    pub(crate) fn of(payload: &[u8]) -> Self {
         let mut head = [0; 16];
         let len = payload.len().min(head.len());
         head[..len].copy_from_slice(&payload[..len]);
         Print { head, len: payload.len() }
+    }
+
+    /// The engine's clock when it made the batch, seconds; none where it stands elsewhere.
+    fn clock(self) -> Option<f64> {
+        let [_, 0xcb, clock @ ..] = self.head else { return None };
+        clock.first_chunk().map(|clock| f64::from_be_bytes(*clock))
+    }
+
+    /// Made before another batch.
+    fn is_older(self, than: Print) -> bool {
+        matches!((self.clock(), than.clock()), (Some(one), Some(other)) if one < other)
     }
 }
 
@@ -75,6 +98,16 @@ enum Phase {
     Live,
     Unproven,
     Replaying(Request),
+}
+
+/// Whether the rank began with what a file said of it, in this connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum TakenUp {
+    No,
+    /// And nothing has come since.
+    Fresh,
+    /// And something was missed since: it stays, unproven.
+    Doubtful,
 }
 
 /// A replay under way.
@@ -132,6 +165,9 @@ pub(crate) struct Stream {
     /// Replays in a row that ended well and brought nothing, with no live batch in sequence between them.
     barren: u8,
     ever_connected: bool,
+    taken_up: TakenUp,
+    /// All that the engine ever announced was heard.
+    whole: bool,
     held: VecDeque<(u64, Vec<u8>)>,
     held_bytes: usize,
     tally: Tally,
@@ -150,9 +186,39 @@ impl Stream {
             giving_up: false,
             barren: 0,
             ever_connected: false,
+            taken_up: TakenUp::No,
+            whole: false,
             held: VecDeque::new(),
             held_bytes: 0,
             tally: Tally::default(),
+        }
+    }
+
+    /// As [`new`](Stream::new), but a file says that `last` was applied last, whether all before it was heard, and
+    /// whether some of what is held was unproven even then.
+    pub(crate) fn resumed(has_replay: bool, last: Option<(u64, Print)>, whole: bool, unproven: bool) -> Self {
+        let taken_up = match last {
+            None => TakenUp::No,
+            Some(_) if unproven => TakenUp::Doubtful,
+            Some(_) => TakenUp::Fresh,
+        };
+        Stream { last, taken_up, whole: whole && last.is_some(), ..Stream::new(has_replay) }
+    }
+
+    /// The last batch applied.
+    pub(crate) fn last(&self) -> Option<(u64, Print)> {
+        self.last
+    }
+
+    /// Whether all that the engine ever announced was heard, as far as is known.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.whole && self.taken_up == TakenUp::No
+    }
+
+    /// Nothing that the rank holds is unproven any more.
+    pub(crate) fn settle(&mut self) {
+        if self.taken_up == TakenUp::Doubtful {
+            self.taken_up = TakenUp::No;
         }
     }
 
@@ -174,7 +240,7 @@ impl Stream {
         match self.phase {
             Phase::Down | Phase::Unproven => false,
             Phase::Live => true,
-            Phase::Replaying(request) => !request.returning,
+            Phase::Replaying(request) => !request.returning || self.taken_up != TakenUp::No,
         }
     }
 
@@ -183,22 +249,24 @@ impl Stream {
         matches!(self.phase, Phase::Replaying(request) if request.returning)
     }
 
-    /// A publisher is there.
+    /// A publisher is there. Where one was already, the end of its connection has not been noticed yet: another process
+    /// may stand behind the new one.
     pub(crate) fn connected(&mut self, act: &mut impl FnMut(Action<'_>)) {
         if self.phase != Phase::Down {
-            return;
+            self.lost(act);
         }
         self.tally.reconnects += u64::from(std::mem::replace(&mut self.ever_connected, true));
         self.live = None;
         self.replayed = None;
         self.nothing_sent = false;
+        self.barren = 0;
         match (self.has_replay, self.last) {
             (true, last) => {
                 let returning = last.is_some();
                 self.request(self.last_seq(), Request { returning, ..Request::FIRST }, act);
             }
-            (false, None) => self.phase = Phase::Live,
-            (false, Some(_)) => self.phase = Phase::Unproven,
+            (false, Some(_)) if self.taken_up == TakenUp::No => self.phase = Phase::Unproven,
+            (false, _) => self.phase = Phase::Live,
         }
     }
 
@@ -208,9 +276,19 @@ impl Stream {
             act(Action::StopReplay);
         }
         self.phase = Phase::Down;
+        // What comes back may be another process: it has to prove itself, like any other.
+        self.taken_up = TakenUp::No;
         // What was kept is after a gap, or comes again from the replay that the next connection begins with.
         self.held.clear();
         self.held_bytes = 0;
+    }
+
+    /// No publisher has been there for so long that what is held is given up.
+    pub(crate) fn expired(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        if self.phase == Phase::Down && self.last.take().is_some() {
+            self.whole = false;
+            act(Action::Clear);
+        }
     }
 
     /// A live batch.
@@ -226,10 +304,17 @@ impl Stream {
             // The first batch known, wherever the engine's count stands: each key says all by itself.
             return self.accept(seq, payload, act);
         };
-        if last.checked_add(1) == Some(seq) {
+        // Without an answer to be had, numbers alone decide.
+        let refused = self.giving_up && self.barren < FRUITLESS_MAX;
+        let stale = self.has_replay && !refused && Print::of(payload).is_older(print);
+        if last.checked_add(1) == Some(seq) && !stale {
+            self.prove(act);
             self.accept(seq, payload, act);
         } else if seq == last && print == Print::of(payload) {
+            self.prove(act);
             self.proven();
+        } else if seq > last && stale && self.barren >= FRUITLESS_MAX {
+            // The engine does not know it: it was still on its way when the process that sent it was gone.
         } else if seq > last {
             self.gap(seq, Some(last), payload, act);
         } else if self.replayed.is_some_and(|to| seq <= to) && before.is_none_or(|before| seq > before) {
@@ -253,9 +338,29 @@ impl Stream {
             self.request(last, Request { returning, ..Request::FIRST }, act);
             self.hold(seq, payload);
         } else {
-            self.tally.incomplete += 1;
-            act(Action::Clear);
+            self.missed(act);
             self.accept(seq, payload, act);
+        }
+    }
+
+    /// Something was missed that cannot be had.
+    fn missed(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        self.tally.incomplete += 1;
+        self.whole = false;
+        if self.taken_up == TakenUp::No {
+            self.last = None;
+            act(Action::Clear);
+        } else {
+            self.taken_up = TakenUp::Doubtful;
+            act(Action::Doubt);
+        }
+    }
+
+    /// Nothing was missed since the file was written.
+    fn prove(&mut self, act: &mut impl FnMut(Action<'_>)) {
+        if self.taken_up == TakenUp::Fresh {
+            self.taken_up = TakenUp::No;
+            act(Action::Proven);
         }
     }
 
@@ -272,12 +377,15 @@ impl Stream {
             Some((last, print)) if fresh => {
                 if seq > last {
                     // The engine has forgotten the batch that would prove anything.
-                    self.tally.incomplete += 1;
-                    act(Action::Clear);
+                    self.missed(act);
                     apply = true;
                 } else if (seq, Print::of(payload)) != (last, print) {
                     self.restarted(act);
                     return self.request(None, Request::FIRST, act);
+                } else {
+                    // What is missing comes next; meanwhile it counts as it did.
+                    request.returning &= self.taken_up == TakenUp::No;
+                    self.prove(act);
                 }
                 request.proven = true;
             }
@@ -287,6 +395,7 @@ impl Stream {
         if apply {
             request.progress = true;
             request.proven = true;
+            self.whole |= self.last.is_none() && seq == 0;
             self.last = Some((seq, Print::of(payload)));
             act(Action::Apply(seq, payload));
         }
@@ -307,6 +416,7 @@ impl Stream {
             act(Action::StopReplay);
             self.replayed = self.last_seq();
             self.nothing_sent = self.last.is_none() && self.held.is_empty();
+            self.whole |= self.nothing_sent;
             self.phase = Phase::Live;
             // An engine whose replays never reach what it sent live would be asked for ever.
             self.barren = if request.progress { 0 } else { self.barren.saturating_add(1) };
@@ -328,9 +438,10 @@ impl Stream {
         let Phase::Replaying(request) = self.phase else { return };
         self.tally.incomplete += 1;
         act(Action::StopReplay);
-        let unproven = request.returning && !request.proven;
+        let unproven = request.returning && !request.proven && self.taken_up == TakenUp::No;
         self.phase = if unproven { Phase::Unproven } else { Phase::Live };
         self.replayed = if unproven { None } else { self.last_seq() };
+        self.barren = 0;
         self.giving_up = true;
         self.feed_held(act);
         self.giving_up = false;
@@ -358,10 +469,13 @@ impl Stream {
         self.tally.restarts += 1;
         self.last = None;
         self.replayed = None;
+        self.taken_up = TakenUp::No;
+        self.whole = false;
         act(Action::Clear);
     }
 
     fn accept(&mut self, seq: u64, payload: &[u8], act: &mut impl FnMut(Action<'_>)) {
+        self.whole |= self.last.is_none() && seq == 0;
         self.last = Some((seq, Print::of(payload)));
         self.barren = 0;
         self.proven();

@@ -14,13 +14,17 @@ enum In {
     Ended,
     TimedOut,
     Failed,
+    Expired,
 }
 
 use In::*;
 
 /// Runs the inputs and checks what comes out, spelled: `a` apply, `clear`, `ask N`, `stop`.
 fn check(has_replay: bool, inputs: &[In], expected: &str, eligible: bool) -> Stream {
-    let mut stream = Stream::new(has_replay);
+    check_from(Stream::new(has_replay), inputs, expected, eligible)
+}
+
+fn check_from(mut stream: Stream, inputs: &[In], expected: &str, eligible: bool) -> Stream {
     let mut out = Vec::new();
     let mut act = |action: Action<'_>| {
         out.push(match action {
@@ -28,6 +32,8 @@ fn check(has_replay: bool, inputs: &[In], expected: &str, eligible: bool) -> Str
             Action::Clear => "clear".to_owned(),
             Action::Replay(from) => format!("ask{from}"),
             Action::StopReplay => "stop".to_owned(),
+            Action::Proven => "proven".to_owned(),
+            Action::Doubt => "doubt".to_owned(),
         });
     };
     for input in inputs {
@@ -39,6 +45,7 @@ fn check(has_replay: bool, inputs: &[In], expected: &str, eligible: bool) -> Str
             Ended => stream.replay_ended(&mut act),
             TimedOut => stream.replay_timed_out(&mut act),
             Failed => stream.replay_failed(&mut act),
+            Expired => stream.expired(&mut act),
         }
     }
     assert_eq!(out.join(" "), expected, "{inputs:?}");
@@ -51,6 +58,11 @@ fn without_replay() {
     check(false, &[], "", false);
     check(false, &[Connected], "", true);
     check(false, &[Connected, Live(7, "a"), Live(8, "b")], "a b", true);
+    // Lost for long: given up, once; who is there loses nothing.
+    check(false, &[Connected, Live(7, "a"), Lost, Expired, Expired], "a clear", false);
+    check(false, &[Connected, Live(7, "a"), Lost, Expired, Connected, Live(8, "b")], "a clear b", true);
+    check(false, &[Connected, Live(7, "a"), Lost, Connected, Expired, Live(8, "b")], "a b", true);
+    check(false, &[Expired, Connected, Live(7, "a"), Expired], "a", true);
     // Lost: kept aside. Back: continued, behind a gap, restarted.
     check(false, &[Connected, Live(7, "a"), Lost], "a", false);
     check(false, &[Connected, Live(7, "a"), Lost, Connected], "a", false);
@@ -66,6 +78,54 @@ fn without_replay() {
     // What is still read after a loss belongs to the old connection and proves nothing.
     check(false, &[Connected, Live(0, "a"), Lost, Live(1, "b")], "a b", false);
     check(false, &[Connected, Live(0, "a"), Live(0, "a"), Live(1, "b")], "a b", true);
+}
+
+/// A stream that a file says has had "a" as number 7 last, and all before it.
+fn resumed(has_replay: bool) -> Stream {
+    Stream::resumed(has_replay, Some((7, Print::of(b"a"))), true, false)
+}
+
+#[test]
+fn what_was_taken_up_counts_until_the_first_number_shows_a_restart() {
+    check_from(resumed(false), &[], "", false);
+    check_from(resumed(false), &[Connected], "", true);
+    let whole = |inputs: &[In], expected: &str| check_from(resumed(false), inputs, expected, true).is_whole();
+    assert!(whole(&[Connected, Live(8, "b"), Live(9, "c")], "proven b c"), "nothing was missed");
+    assert!(whole(&[Connected, Live(7, "a"), Live(8, "b")], "proven b"));
+    assert!(!whole(&[Connected, Live(10, "b"), Live(11, "c")], "doubt b c"), "it stays, in doubt");
+    assert!(!whole(&[Connected, Live(10, "b"), Live(12, "c")], "doubt b doubt c"));
+    assert!(whole(&[Connected, Live(0, "x"), Live(1, "y")], "clear x y"), "restarted");
+    assert!(!whole(&[Connected, Live(7, "x")], "clear x"));
+    assert!(!whole(&[Connected, Live(10, "b"), Live(3, "x")], "doubt b clear x"));
+    // Another connection is no longer believed without proof.
+    check_from(resumed(false), &[Connected, Lost, Connected], "", false);
+    check_from(resumed(false), &[Connected, Lost, Connected, Live(8, "b")], "b", true);
+    check_from(resumed(false), &[Connected, Lost, Connected, Live(9, "b")], "clear b", true);
+    // What was unproven before is not proven by what follows.
+    let unproven = || Stream::resumed(false, Some((7, Print::of(b"a"))), true, true);
+    assert!(!check_from(unproven(), &[Connected, Live(8, "b")], "b", true).is_whole());
+    check_from(unproven(), &[Connected, Live(9, "b")], "doubt b", true);
+    // A clear left nothing in doubt: a gap clears again.
+    let mut stream = check_from(resumed(false), &[Connected, Live(10, "b")], "doubt b", true);
+    stream.settle();
+    check_from(stream, &[Live(12, "c")], "clear c", true);
+}
+
+#[test]
+fn a_replay_proves_what_was_taken_up_and_brings_what_was_missed() {
+    check_from(resumed(true), &[Connected], "ask7", true);
+    let whole = |inputs: &[In], expected: &str| check_from(resumed(true), inputs, expected, true).is_whole();
+    let missed = [Connected, Replayed(7, "a"), Replayed(8, "b"), Ended, Live(9, "c")];
+    assert!(whole(&missed, "ask7 proven b stop c"));
+    assert!(whole(&[Connected, Replayed(7, "a")], "ask7 proven"), "it counts all the time");
+    // Another process, which said something else under that number, or nothing.
+    let restarted = "ask7 clear ask0 x stop";
+    assert!(whole(&[Connected, Replayed(7, "x"), Replayed(0, "x"), Ended], restarted));
+    assert!(whole(&[Connected, Ended, Replayed(0, "x"), Ended], restarted));
+    // No replay after all, or one that begins too late.
+    assert!(!whole(&[Connected, Live(9, "b"), Failed], "ask7 stop doubt b"));
+    assert!(whole(&[Connected, Live(8, "b"), Failed], "ask7 stop proven b"));
+    assert!(!whole(&[Connected, Replayed(9, "b"), Replayed(10, "c"), Ended], "ask7 doubt b c stop"));
 }
 
 #[test]
@@ -163,6 +223,57 @@ fn a_return_is_proven_or_refuted_by_replay() {
 }
 
 #[test]
+fn a_second_connection_beside_the_first_may_be_of_another_process() {
+    let other = [&UP[..], &[Connected, Live(2, "z")]].concat();
+    check(true, &other, "ask0 stop a b ask1", false);
+    let whole = [&other[..], &[Replayed(1, "y"), Replayed(0, "x"), Replayed(1, "y"), Replayed(2, "z"), Ended]].concat();
+    check(true, &whole, "ask0 stop a b ask1 clear ask0 x y z stop", true);
+    check(false, &[Connected, Live(4, "a"), Connected], "a", false);
+    check(false, &[Connected, Live(4, "a"), Connected, Live(0, "b")], "a clear b", true);
+}
+
+#[test]
+fn quiet_returns_do_not_count_against_an_engine_that_has_everything() {
+    let quiet = [Lost, Connected, Replayed(1, "b"), Ended];
+    let gap = [Lost, Connected, Live(3, "d"), Replayed(1, "b"), Ended];
+    let rest = [Replayed(1, "b"), Replayed(2, "c"), Replayed(3, "d"), Ended];
+    let expected = "ask0 stop a b ask1 stop ask1 stop ask1 stop ask1 c d stop";
+    check(true, &[&UP[..], &quiet, &quiet, &gap, &rest].concat(), expected, true);
+}
+
+#[test]
+fn what_a_process_that_is_gone_left_under_way_is_not_taken_for_its_successor_s() {
+    let batch = |clock: f64, name: &str| {
+        let mut payload = vec![0x93, 0xcb];
+        payload.extend_from_slice(&clock.to_be_bytes());
+        payload.extend_from_slice(name.as_bytes());
+        payload
+    };
+    for leftover in [2, 4] {
+        let (mut stream, mut applied) = (Stream::new(true), Vec::new());
+        let mut act = |action: Action<'_>| {
+            if let Action::Apply(seq, payload) = action {
+                applied.push((seq, payload[10]));
+            }
+        };
+        stream.connected(&mut act);
+        stream.live(leftover, &batch(1.0, "x"), &mut act);
+        stream.replayed(0, &batch(2.0, "a"), &mut act);
+        for _ in 0..3 {
+            stream.replayed(1, &batch(3.0, "b"), &mut act);
+            stream.replay_ended(&mut act);
+            assert!(stream.is_eligible());
+        }
+        stream.live(2, &batch(4.0, "c"), &mut act);
+        stream.live(3, &batch(3.5, "d"), &mut act);
+        stream.replayed(2, &batch(4.0, "c"), &mut act);
+        stream.replayed(3, &batch(3.5, "d"), &mut act);
+        stream.replay_ended(&mut act);
+        assert_eq!(applied, [(0, b'a'), (1, b'b'), (2, b'c'), (3, b'd')], "a clock that was set back costs a replay");
+    }
+}
+
+#[test]
 fn live_batches_beyond_the_buffer_are_asked_for_again() {
     let mut stream = Stream::new(true);
     let mut asked = Vec::new();
@@ -172,6 +283,7 @@ fn live_batches_beyond_the_buffer_are_asked_for_again() {
         Action::Replay(from) => asked.push(from),
         Action::Clear => panic!("nothing was lost"),
         Action::StopReplay => {}
+        Action::Proven | Action::Doubt => panic!("nothing was taken up"),
     };
     stream.connected(&mut act);
     for seq in 0..=HELD_BATCHES_MAX as u64 {
@@ -267,6 +379,7 @@ impl Gateway {
             Action::Clear => held.clear(),
             Action::Replay(from) => *asked = Some(from),
             Action::StopReplay => *asked = None,
+            Action::Proven | Action::Doubt => panic!("nothing was taken up"),
         });
     }
 

@@ -170,9 +170,14 @@ fn endpoint(index: u16, ranks: Vec<RankSource>) -> EndpointSources {
 
 impl Gateway {
     fn start(block_tokens: u32, endpoints: Vec<Vec<RankSource>>) -> Self {
+        Self::start_with(block_tokens, endpoints, |_| ())
+    }
+
+    fn start_with(block_tokens: u32, endpoints: Vec<Vec<RankSource>>, change: impl FnOnce(&mut IngestOptions)) -> Self {
         let loads = Arc::new(LoadTable::new(2, 8));
         let mut options = IngestOptions::new(Arc::clone(&loads));
         options.replay_timeout = Duration::from_millis(300);
+        change(&mut options);
         let ingest = Ingest::start(options).unwrap();
         let (writer, readers) = inventory::new(&inventory::Options { blocks_expected: 1_000 });
         let endpoints: Vec<_> = endpoints.into_iter().enumerate().map(|(i, ranks)| endpoint(i as u16, ranks)).collect();
@@ -180,6 +185,7 @@ impl Gateway {
             id: ServiceId(0),
             engine: shards::service::Engine::Vllm,
             block_tokens,
+            weights: MediumWeights::default(),
             believed: None,
             endpoints: endpoints.clone(),
         };
@@ -355,6 +361,22 @@ fn a_replay_proves_or_refutes_what_was_kept_aside() {
 }
 
 #[test]
+fn the_blocks_of_an_engine_that_stays_away_are_given_up() {
+    let mut engine = Engine::start(true);
+    let ranks = vec![vec![engine.source(0)]];
+    let gateway = Gateway::start_with(4, ranks, |options| options.aside = Duration::from_millis(50));
+    gateway.meet(&mut engine, 0, 0);
+    engine.send(&[stored(&[1, 2])]);
+    until("stored", || {
+        engine.serve();
+        gateway.holds(0, &[1, 2])
+    });
+    engine.kill();
+    until("given up", || gateway.holds(0, &[]));
+    assert_eq!((gateway.status(0, 0).clears, gateway.status(0, 0).eligible), (1, false));
+}
+
+#[test]
 fn a_missing_replay_socket_costs_nothing_but_history() {
     let mut engine = Engine::start(false);
     let mut source = engine.source(0);
@@ -410,6 +432,7 @@ fn changed_sources_are_read_anew_and_the_same_ones_undisturbed() {
         id: ServiceId(0),
         engine: shards::service::Engine::Vllm,
         block_tokens: 4,
+        weights: MediumWeights::default(),
         believed: None,
         endpoints: gateway.endpoints.clone(),
     };

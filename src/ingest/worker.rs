@@ -3,6 +3,8 @@
 //! A cycle: take what is ready (each source up to a bound, the rest in the next cycle) → commands → overdue replays →
 //! publish every inventory that has something pending → the loads. Nothing in it waits but the poller.
 
+mod keep;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,17 +14,19 @@ use crossbeam::channel::Receiver;
 use shards::ids::{EndpointIndex, Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
-use shards::service::EndpointShared;
+use shards::service::{EndpointShared, Engine, MediumWeights};
 
 use super::calibrate::Believed;
 use super::copies::Copies;
 use super::parity::UseStats;
+use super::persist::Files;
 use super::poller::Poller;
 use super::sockets::{Contexts, Frames};
 use super::source::{Io, Left, Source};
 use super::status::StreamName;
-use super::trtllm::{DrainFrom, DrainSource};
+use super::trtllm::{DrainBlocks, DrainFrom, DrainSource};
 use super::{EndpointSources, Mode, RankSource, ServiceSources, Shared};
+use keep::{Keeper, TICK_USAGE};
 
 /// How often loads are published, and a refused publish repeated.
 const TICK: Duration = Duration::from_micros(200);
@@ -32,7 +36,7 @@ const TICK_IDLE: Duration = Duration::from_millis(1);
 const IDLE_AFTER: Duration = Duration::from_millis(100);
 /// How often overdue replays are looked for.
 const TICK_REPLAY: Duration = Duration::from_millis(10);
-/// How often what shards predicted is looked at.
+/// How often what shards predicted is looked at, and what is kept of engines that are gone.
 const TICK_PREDICTIONS: Duration = Duration::from_millis(500);
 /// Publishes of one inventory per cycle; what is left is published in the next, which does not wait.
 const PUBLISHES_PER_CYCLE: usize = 4;
@@ -48,7 +52,9 @@ pub(crate) enum Command {
 }
 
 struct Service {
+    engine: Engine,
     block_tokens: u32,
+    weights: MediumWeights,
     believed: Option<Arc<Believed>>,
     writer: Writer,
     endpoints: BTreeMap<EndpointIndex, Endpoint>,
@@ -59,8 +65,17 @@ struct Service {
 }
 
 impl Service {
-    fn new(block_tokens: u32, believed: Option<Arc<Believed>>, writer: Writer) -> Self {
-        Service { block_tokens, believed, writer, endpoints: BTreeMap::new(), touched: false, lacks_holder: false }
+    fn new(sources: &ServiceSources, writer: Writer) -> Self {
+        Service {
+            engine: sources.engine,
+            block_tokens: sources.block_tokens,
+            weights: sources.weights,
+            believed: sources.believed.clone(),
+            writer,
+            endpoints: BTreeMap::new(),
+            touched: false,
+            lacks_holder: false,
+        }
     }
 
     /// Asks for the slots that some sources lack.
@@ -86,19 +101,21 @@ struct Endpoint {
 
 impl Endpoint {
     /// Takes what shards predicted, and judges what is due.
-    fn check_predictions(&mut self, now: Instant) {
-        if self.drain.is_some() {
-            // A drain's blocks are not among the copies: there is nothing to judge by.
-            while self.shared.predictions.take().is_some() {}
-            return;
-        }
+    fn check_predictions(&mut self, now: Instant, writer: &Writer) {
         while let Some(prediction) = self.shared.predictions.take() {
             self.copies.by_use.predicted(prediction, now);
         }
-        if !self.sources.iter().all(Source::is_eligible) {
+        if !self.sources.iter().all(Source::is_eligible) || !self.drain.iter().all(DrainSource::is_eligible) {
             self.copies.by_use.forget();
         }
-        match self.copies.judge(now, &self.by_use) {
+        let change = match &mut self.drain {
+            Some(drain) => {
+                drain.tell(&mut self.copies.by_use);
+                self.copies.by_use.judge(now, &self.by_use, |key| drain.holds(key, writer))
+            }
+            None => self.copies.judge(now, &self.by_use),
+        };
+        match change {
             Some(Some(leg)) => {
                 tracing::warn!(endpoint = self.label, leg = leg.name(), "parity by use: {}", leg.detail())
             }
@@ -144,8 +161,14 @@ pub(crate) struct Worker {
     loads: Option<Loads>,
     blocks_max: usize,
     replay_timeout: Duration,
+    aside: Duration,
     /// When predictions were looked at last.
     predictions_checked: Instant,
+    /// The same for what engines said of their caches, and whether that is wanted of any.
+    usage_checked: Instant,
+    usage_wanted: bool,
+    /// None where nothing is to be remembered.
+    keeper: Option<Keeper>,
 }
 
 /// What a worker is made from.
@@ -157,6 +180,9 @@ pub(crate) struct WorkerOptions {
     pub(crate) loads: Option<Arc<LoadTable>>,
     pub(crate) blocks_max: usize,
     pub(crate) replay_timeout: Duration,
+    pub(crate) aside: Duration,
+    /// The helper of the state directory, and how often ranks are written.
+    pub(crate) state: Option<(Files, Duration)>,
 }
 
 impl Worker {
@@ -177,7 +203,11 @@ impl Worker {
             loads: options.loads.map(|table| Loads { table, published: now, busy: now }),
             blocks_max: options.blocks_max,
             replay_timeout: options.replay_timeout,
+            aside: options.aside,
             predictions_checked: now,
+            usage_checked: now,
+            usage_wanted: false,
+            keeper: options.state.map(|(files, period)| Keeper::new(files, period)),
         }
     }
 
@@ -185,11 +215,12 @@ impl Worker {
     pub(crate) fn run(mut self) {
         let mut tokens = Vec::new();
         let mut pending = Pending::Nothing;
-        let mut drains = Left::Nothing;
+        let (mut drains, mut keep) = (Left::Nothing, Left::Nothing);
         loop {
             self.poller.tick_every(self.tick(pending));
             tokens.extend(std::mem::take(&mut self.ready));
-            let at_once = !tokens.is_empty() || pending == Pending::Work || drains == Left::More;
+            let left = drains == Left::More || keep == Left::More;
+            let at_once = !tokens.is_empty() || pending == Pending::Work || left;
             self.poller.wait(at_once, &mut tokens);
             tokens.sort_unstable();
             tokens.dedup();
@@ -204,6 +235,8 @@ impl Worker {
             }
             self.check_replays();
             self.check_predictions();
+            self.check_usage();
+            keep = self.keep();
             pending = self.publish();
             self.publish_loads();
         }
@@ -217,7 +250,9 @@ impl Worker {
         let refused = (pending == Pending::Refused).then_some(TICK);
         let replays = (!self.replaying.is_empty()).then_some(TICK_REPLAY);
         let predictions = (!self.services.is_empty()).then_some(TICK_PREDICTIONS);
-        [loads, refused, replays, predictions].into_iter().flatten().min()
+        let usage = self.usage_wanted.then_some(TICK_USAGE);
+        let keep = self.keeper.as_ref().map(Keeper::tick);
+        [loads, refused, replays, predictions, usage, keep].into_iter().flatten().min()
     }
 
     fn visit(&mut self, token: u64) {
@@ -260,19 +295,38 @@ impl Worker {
         left
     }
 
+    /// The source of a token, with the copies of its endpoint.
+    fn source(&mut self, token: u64) -> Option<(&mut Source, &mut Copies)> {
+        let place = self.places.get(&token)?;
+        let endpoint = self.services.get_mut(&place.service)?.endpoints.get_mut(&place.endpoint)?;
+        Some((endpoint.sources.get_mut(place.source)?, &mut endpoint.copies))
+    }
+
+    /// Does something to the source of a token; none where it is gone.
+    fn with_source<T>(
+        &mut self,
+        token: u64,
+        act: impl FnOnce(&mut Source, &mut Copies, &mut Writer, &mut Io<'_>) -> T,
+    ) -> Option<T> {
+        let place = self.places.get(&token).copied()?;
+        let Worker { contexts, poller, frames, .. } = self;
+        let mut io = Io { contexts, poller, frames, replay_timeout: self.replay_timeout };
+        let service = self.services.get_mut(&place.service)?;
+        let endpoint = service.endpoints.get_mut(&place.endpoint)?;
+        let source = endpoint.sources.get_mut(place.source)?;
+        service.touched = true;
+        Some(act(source, &mut endpoint.copies, &mut service.writer, &mut io))
+    }
+
     fn check_replays(&mut self) {
         if self.replaying.is_empty() {
             return;
         }
         let now = Instant::now();
         for token in std::mem::take(&mut self.replaying) {
-            let Some(place) = self.places.get(&token).copied() else { continue };
-            let Worker { contexts, poller, frames, .. } = self;
-            let mut io = Io { contexts, poller, frames, replay_timeout: self.replay_timeout };
-            let Some(service) = self.services.get_mut(&place.service) else { continue };
-            let Some(endpoint) = service.endpoints.get_mut(&place.endpoint) else { continue };
-            let Some(source) = endpoint.sources.get_mut(place.source) else { continue };
-            if source.check_replay(now, &mut endpoint.copies, &mut service.writer, &mut io) {
+            let under_way =
+                self.with_source(token, |source, copies, writer, io| source.check_replay(now, copies, writer, io));
+            if under_way == Some(true) {
                 self.replaying.insert(token);
             }
         }
@@ -306,8 +360,13 @@ impl Worker {
             return;
         }
         self.predictions_checked = now;
-        for endpoint in self.services.values_mut().flat_map(|service| service.endpoints.values_mut()) {
-            endpoint.check_predictions(now);
+        for Service { endpoints, writer, touched, .. } in self.services.values_mut() {
+            for endpoint in endpoints.values_mut() {
+                endpoint.check_predictions(now, writer);
+                for source in &mut endpoint.sources {
+                    *touched |= source.expire(now, self.aside, &mut endpoint.copies, writer);
+                }
+            }
         }
     }
 
@@ -329,18 +388,23 @@ impl Worker {
             Command::Add(sources, writer) => {
                 let id = sources.id;
                 self.remove(id);
-                let believed = sources.believed.clone();
-                self.services.insert(id, Service::new(sources.block_tokens, believed, *writer));
+                self.services.insert(id, Service::new(&sources, *writer));
                 self.update(sources);
             }
             Command::Update(sources) => self.update(sources),
-            Command::Remove(id) => self.remove(id),
+            Command::Remove(id) => {
+                let endpoints =
+                    self.services.get(&id).map(|service| service.endpoints.keys().copied().collect::<Vec<_>>());
+                endpoints.unwrap_or_default().into_iter().for_each(|index| self.forget_files(id, index));
+                self.remove(id);
+            }
             Command::Stop => return false,
         }
         true
     }
 
     fn stop(mut self) {
+        self.write_all();
         let ids: Vec<_> = self.services.keys().copied().collect();
         ids.into_iter().for_each(|id| self.remove(id));
     }
@@ -354,15 +418,23 @@ impl Worker {
 
     /// Makes the sources of a service those that are given; what is the same stays undisturbed.
     fn update(&mut self, sources: ServiceSources) {
-        let ServiceSources { id, engine: _, block_tokens, believed, endpoints } = sources;
+        let ServiceSources { id, engine, block_tokens, weights, believed, endpoints } = sources;
         let Some(service) = self.services.get_mut(&id) else { return };
-        let same_keys = service.block_tokens == block_tokens && service.believed == believed;
-        (service.block_tokens, service.believed) = (block_tokens, believed);
+        let before = (service.block_tokens, service.weights, &service.believed);
+        let same_keys = before == (block_tokens, weights, &believed);
         let known: Vec<_> = service.endpoints.keys().copied().collect();
         for index in known {
-            if !same_keys || !endpoints.iter().any(|endpoint| endpoint.index == index) {
+            let stays = endpoints.iter().any(|endpoint| endpoint.index == index);
+            if !stays {
+                self.forget_files(id, index);
+            }
+            if !same_keys || !stays {
                 self.close_endpoint(id, index);
             }
+        }
+        if let Some(service) = self.services.get_mut(&id) {
+            (service.engine, service.block_tokens) = (engine, block_tokens);
+            (service.weights, service.believed) = (weights, believed);
         }
         for wanted in endpoints {
             self.update_endpoint(id, wanted);
@@ -387,6 +459,7 @@ impl Worker {
             return;
         }
         let copies = Copies::new(ranks.len(), service.block_tokens, self.blocks_max, service.believed.as_ref());
+        let copies = copies.weigh(service.weights);
         // What was predicted before somebody listened is of no use; from now on it is.
         while shared.predictions.take().is_some() {}
         let by_use = Arc::default();
@@ -405,7 +478,9 @@ impl Worker {
         let Some(endpoint) = service.endpoints.get_mut(&index) else { return };
         let address = format!("http://{}/kv_cache_events", from.address);
         let name = StreamName { service: id, endpoint: index, label, rank: Rank(0), address };
-        match DrainSource::open(name, from, service.block_tokens, self.poller.waker()) {
+        let Service { block_tokens, weights, .. } = *service;
+        let blocks = DrainBlocks { block_tokens, weights, blocks_max: self.blocks_max };
+        match DrainSource::open(name, from, blocks, &endpoint.by_use, self.poller.waker()) {
             Ok(drain) => {
                 self.shared.register_drain(&drain);
                 self.drains.push((id, index));
@@ -418,8 +493,6 @@ impl Worker {
     }
 
     fn open_source(&mut self, id: ServiceId, index: EndpointIndex, label: &str, from: RankSource) {
-        let Worker { contexts, poller, frames, .. } = self;
-        let mut io = Io { contexts, poller, frames, replay_timeout: self.replay_timeout };
         let Some(service) = self.services.get_mut(&id) else { return };
         let Some(endpoint) = service.endpoints.get_mut(&index) else { return };
         let (Mode::Connect(address) | Mode::Bind(address)) = &from.mode;
@@ -434,10 +507,10 @@ impl Worker {
         self.token_next += 1;
         let source = endpoint.sources.len();
         let by_use = Arc::clone(&endpoint.by_use);
-        endpoint.sources.push(Source::open(name, from, source, token, &by_use, &mut service.writer, &mut io));
+        endpoint.sources.push(Source::new(name, from, source, token, &by_use, &mut service.writer));
         self.shared.register(&endpoint.sources[source]);
         self.places.insert(token, Place { service: id, endpoint: index, source });
-        self.ready.insert(token);
+        self.begin_source(token);
     }
 
     fn close_endpoint(&mut self, id: ServiceId, index: EndpointIndex) {

@@ -78,8 +78,7 @@ pub fn check(
         inert: BTreeMap::new(),
     };
     others::read_others(fields, report, &mut rule);
-    rule.endpoints =
-        endpoints::read(fields, endpoint_fields, report, &facts, engine, rule.kv.as_ref(), defaults.replay_port_offset);
+    rule.endpoints = endpoints::read(fields, endpoint_fields, report, &facts, engine, rule.kv.as_ref());
     rule
 }
 

@@ -64,6 +64,8 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         seed_every: kv.seed_every,
         seed_min_blocks: kv.seed_min_blocks,
         zero_hit_every: kv.zero_hit_every,
+        other_forms: facts.other_forms(),
+        weights: kv.weights,
         inventory,
     }
 }

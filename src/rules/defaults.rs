@@ -1,5 +1,7 @@
 //! The environment variables of KV-exact routing: read once, at the edge, and passed on as values.
 
+use std::ops::RangeInclusive;
+
 use crate::fields::{Kind, Problem};
 
 use super::SEED_BYTES_MAX;
@@ -25,6 +27,22 @@ pub struct KvDefaults {
     pub max_blocks: u32,
     /// `LLB_KV_REPLAY_PORT_OFFSET`; 0 = no replay.
     pub replay_port_offset: u16,
+    /// `LOXILB_KV_TRTLLM_POLL_MIN_MS` and `LOXILB_KV_TRTLLM_POLL_MAX_MS`.
+    pub drain_poll: DrainPoll,
+}
+
+/// Pauses between two drains of a TensorRT-LLM engine: the shorter while events come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DrainPoll {
+    /// Shortest, 1 to 10,000 ms.
+    pub min_ms: u16,
+    /// Longest, 1 to 10,000 ms and no less than the shortest.
+    pub max_ms: u16,
+}
+
+impl DrainPoll {
+    /// What either may be, milliseconds.
+    pub const RANGE: RangeInclusive<u16> = 1..=10_000;
 }
 
 impl Default for KvDefaults {
@@ -39,6 +57,7 @@ impl Default for KvDefaults {
             zero_hit_every: 50,
             max_blocks: 1_000_000,
             replay_port_offset: 1000,
+            drain_poll: DrainPoll { min_ms: 5, max_ms: 20 },
         }
     }
 }
@@ -60,8 +79,8 @@ impl KvDefaults {
             mean_load_factor: env.number("LOXILB_KV_MEAN_LOAD_FACTOR", 100, 1000, default.mean_load_factor),
             zero_hit_every: env.number("LOXILB_KV_ZERO_HIT_N", 1, 1_000_000, default.zero_hit_every),
             max_blocks: env.number("LOXILB_KV_MAX_BLOCKS", 1000, 100_000_000, default.max_blocks),
-            replay_port_offset: u16::try_from(env.number("LLB_KV_REPLAY_PORT_OFFSET", 0, 65_535, 1000))
-                .expect("the range ends at 65,535"),
+            replay_port_offset: env.short("LLB_KV_REPLAY_PORT_OFFSET", 0..=65_535, default.replay_port_offset),
+            drain_poll: env.drain_poll(default.drain_poll),
         };
         if env.problems.is_empty() { Ok(value) } else { Err(env.problems) }
     }
@@ -86,6 +105,22 @@ impl<F: Fn(&str) -> Option<String>> Env<F> {
                 default
             }
         }
+    }
+
+    fn short(&mut self, name: &str, range: RangeInclusive<u16>, default: u16) -> u16 {
+        let value = self.number(name, (*range.start()).into(), (*range.end()).into(), default.into());
+        u16::try_from(value).unwrap_or(default)
+    }
+
+    fn drain_poll(&mut self, default: DrainPoll) -> DrainPoll {
+        const MIN: &str = "LOXILB_KV_TRTLLM_POLL_MIN_MS";
+        let min_ms = self.short(MIN, DrainPoll::RANGE, default.min_ms);
+        // One that is given alone moves the other along.
+        let max_ms = self.short("LOXILB_KV_TRTLLM_POLL_MAX_MS", DrainPoll::RANGE, default.max_ms.max(min_ms));
+        if min_ms > max_ms && min_ms != default.min_ms {
+            self.problem(MIN, format!("{min_ms} is more than LOXILB_KV_TRTLLM_POLL_MAX_MS, {max_ms}"));
+        }
+        DrainPoll { min_ms: min_ms.min(max_ms), max_ms }
     }
 
     fn switch(&mut self, name: &str) -> Option<bool> {

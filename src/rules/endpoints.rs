@@ -21,7 +21,6 @@ pub(super) fn read(
     facts: &Facts,
     engine: Engine,
     kv: Option<&KvRule>,
-    replay_offset: u16,
 ) -> Vec<RuleEndpoint> {
     if list.is_empty() {
         rule.invalid(report, "endpoints", "missing: a rule needs at least one endpoint");
@@ -40,7 +39,7 @@ pub(super) fn read(
         check_role(&fields, report, facts, role);
         let before = report.problems.len();
         refuse_options(&mut fields, report, engine);
-        let endpoint = read_one(&mut fields, report, engine, kv, replay_offset);
+        let endpoint = read_one(&mut fields, report, engine, kv);
         if report.problems.len() == before {
             check_loop(&fields, report, facts, &endpoint);
             check_ports(&fields, report, &endpoint, kv.map_or(1, |kv| kv.ranks));
@@ -124,13 +123,7 @@ fn check_ports(fields: &Fields<'_>, report: &mut Report, endpoint: &RuleEndpoint
     }
 }
 
-fn read_one(
-    fields: &mut Fields<'_>,
-    report: &mut Report,
-    engine: Engine,
-    kv: Option<&KvRule>,
-    replay_offset: u16,
-) -> RuleEndpoint {
+fn read_one(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, kv: Option<&KvRule>) -> RuleEndpoint {
     if engine == Engine::Llamacpp {
         return read_place(fields, report, None);
     }
@@ -156,7 +149,8 @@ fn read_one(
             }
         }
         let default_replay = || {
-            let port = if replay_offset == 0 { None } else { event_port.checked_add(replay_offset) };
+            let offset = Some(kv.replay_port_offset).filter(|offset| *offset != 0);
+            let port = offset.and_then(|offset| event_port.checked_add(offset));
             port.filter(|port| port.checked_add(last).is_some())
         };
         EventSource {

@@ -5,12 +5,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use shards::block::FIXED_SEED;
-use shards::service::Engine;
+use shards::service::{Engine, MediumWeights};
 
 use crate::fields::{Fields, Report, Value};
 
 use super::check::{ENGINE_DEFAULT, Facts};
-use super::{ChatTemplate, KvAlgo, KvDefaults, KvRule, RANKS_MAX, SEED_BYTES_MAX};
+use super::{ChatTemplate, DrainPoll, KvAlgo, KvDefaults, KvRule, RANKS_MAX, SEED_BYTES_MAX};
 
 /// `kvZmqPort` of rules that do not say.
 const ZMQ_PORT: i64 = 5557;
@@ -25,7 +25,7 @@ const BLOCK_TOKENS_MAX: i64 = 65_536;
 const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
 
 /// Options that say something only where cache events are followed.
-pub(super) const KV_OPTIONS: [&str; 12] = [
+pub(super) const KV_OPTIONS: [&str; 16] = [
     "kvBlockSize",
     "kvHashAlgo",
     "kvZmqPort",
@@ -38,6 +38,10 @@ pub(super) const KV_OPTIONS: [&str; 12] = [
     "kvColdstartSeedN",
     "kvColdstartMinBlocks",
     "kvMeanLoadFactor",
+    "kvReplayPortOffset",
+    "kvTrtllmPollMinMs",
+    "kvTrtllmPollMaxMs",
+    "kvMediumWeights",
 ];
 
 /// Options that ask for cache events, or for what goes with them, by themselves.
@@ -85,6 +89,9 @@ pub(super) fn read(
         seed_min_blocks: number(fields, report, "kvColdstartMinBlocks", 0, 100_000_000, defaults.seed_min_blocks),
         zero_hit_every: defaults.zero_hit_every,
         mean_load_factor: number(fields, report, "kvMeanLoadFactor", 100, 1000, defaults.mean_load_factor),
+        replay_port_offset: read_replay_offset(fields, report, defaults),
+        drain_poll: read_drain_poll(fields, report, engine, defaults),
+        weights: read_weights(fields, report),
     };
     if kv.algo == KvAlgo::XxhashCbor && kv.seed.is_none() && facts.single_pool() {
         fields.warn(
@@ -209,6 +216,45 @@ fn read_zmq_port(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, r
         fields.invalid(report, "kvZmqPort", message);
     }
     port
+}
+
+fn read_replay_offset(fields: &mut Fields<'_>, report: &mut Report, defaults: &KvDefaults) -> u16 {
+    number(fields, report, "kvReplayPortOffset", 0, 65_535, defaults.replay_port_offset.into()) as u16
+}
+
+fn read_drain_poll(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, defaults: &KvDefaults) -> DrainPoll {
+    let range = i64::from(*DrainPoll::RANGE.start())..=i64::from(*DrainPoll::RANGE.end());
+    let [min, max] = ["kvTrtllmPollMinMs", "kvTrtllmPollMaxMs"].map(|name| fields.int_in(report, name, range.clone()));
+    if engine != Engine::Trtllm && (min.is_some() || max.is_some()) {
+        let name = if min.is_some() { "kvTrtllmPollMinMs" } else { "kvTrtllmPollMaxMs" };
+        let message = format!("is accepted and has no effect: kv-engine-type {} is not polled", engine.name());
+        fields.warn(report, name, message);
+    }
+    let DrainPoll { min_ms, max_ms } = defaults.drain_poll;
+    // One that is given alone moves the other along.
+    match (min.map(|ms| ms as u16), max.map(|ms| ms as u16)) {
+        (Some(min), Some(max)) if min > max => {
+            fields.invalid(report, "kvTrtllmPollMinMs", format!("{min} is more than kvTrtllmPollMaxMs, {max}"));
+            defaults.drain_poll
+        }
+        (min, max) => {
+            let min_ms = min.unwrap_or(max.map_or(min_ms, |max| min_ms.min(max)));
+            DrainPoll { min_ms, max_ms: max.unwrap_or(max_ms.max(min_ms)) }
+        }
+    }
+}
+
+/// Percent of a block in device memory, by medium. What a rule does not name is worth nothing.
+fn read_weights(fields: &mut Fields<'_>, report: &mut Report) -> MediumWeights {
+    let Some(mut table) = fields.table(report, "kvMediumWeights") else { return MediumWeights::default() };
+    let [cpu, storage] =
+        ["cpu", "storage"].map(|name| table.int_in(report, name, 0..=100).map_or(0, |percent| percent as u8));
+    if storage > cpu {
+        let message = format!("{storage} is more than cpu, {cpu}: what storage holds comes through the host's memory");
+        table.invalid(report, "storage", message);
+    }
+    table.finish(report);
+    MediumWeights { cpu, storage }
 }
 
 fn check_bootstrap_port(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, facts: &Facts) {

@@ -6,8 +6,8 @@
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvMinMatchTokens`,
-//! `kvSpillRelief`, `kvColdstartSeedN`,
-//! `kvColdstartMinBlocks` and `kvMeanLoadFactor`, and an endpoint `kvZmqPort`, `kvReplayPort` and
+//! `kvSpillRelief`, `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvReplayPortOffset`,
+//! `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`, `kvReplayPort` and
 //! `kvZmqBind`.
 
 #![forbid(unsafe_code)]
@@ -21,6 +21,7 @@ mod kv;
 mod others;
 mod prompts;
 mod readback;
+mod seal;
 mod token;
 
 use std::collections::BTreeMap;
@@ -29,13 +30,15 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use shards::service::{Engine, PathMatch, Select};
+use shards::prompt::Rendering;
+use shards::service::{Engine, MediumWeights, PathMatch, Select};
 
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
-pub use defaults::KvDefaults;
+pub use defaults::{DrainPoll, KvDefaults};
 pub use prompts::PromptOptions;
-pub use readback::readback;
+pub use readback::{contract_of, readback};
+pub use seal::Nonce;
 pub use token::{EngineToken, TokenError};
 
 /// Most endpoints of one rule. A rule with more is refused.
@@ -180,6 +183,26 @@ pub struct KvRule {
     pub mean_load_factor: u32,
     /// `LOXILB_KV_ZERO_HIT_N`.
     pub zero_hit_every: u32,
+    /// `kvReplayPortOffset`: where endpoints that name no replay port have theirs, counted from the event port; 0 = they
+    /// have none.
+    pub replay_port_offset: u16,
+    /// `kvTrtllmPollMinMs` and `kvTrtllmPollMaxMs`.
+    pub drain_poll: DrainPoll,
+    /// `kvMediumWeights`: what a block in another medium than device memory is worth.
+    pub weights: MediumWeights,
+}
+
+impl KvRule {
+    /// How the rule's engines turn requests into prompts.
+    #[must_use]
+    pub fn rendering(&self, engine: Engine) -> Rendering<'_> {
+        Rendering {
+            engine,
+            template: self.chat_template.as_ref().map(|template| &template.text),
+            kwargs: self.prompts.template_kwargs.as_deref(),
+            add_bos: self.prompts.add_bos,
+        }
+    }
 }
 
 /// A chat template named by a rule.

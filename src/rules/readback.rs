@@ -5,7 +5,7 @@ use shards::block::FIXED_SEED;
 use shards::ids::ServiceId;
 use shards::service::{Engine, Select};
 
-use super::{EventPlace, KvRule, PathMatchMode, Rule, RuleEndpoint};
+use super::{EventPlace, KvRule, Nonce, PathMatchMode, Rule, RuleEndpoint};
 
 /// The rule as one element of `lbAttr`. `up` tells for each endpoint of the rule whether it is up.
 #[must_use]
@@ -17,6 +17,24 @@ pub fn readback(rule: &Rule, id: ServiceId, up: &[bool]) -> Value {
         .map(|(i, endpoint)| show_endpoint(endpoint, up.get(i).copied().unwrap_or(false)))
         .collect();
     json!({ "serviceArguments": show_service(rule, id), "endpoints": endpoints })
+}
+
+/// What a KV rule says of its engines' keys, its seed sealed; none for rules that look at no keys.
+#[must_use]
+pub fn contract_of(rule: &Rule, nonce: Nonce) -> Option<Value> {
+    let kv = rule.kv.as_ref()?;
+    Some(json!({
+        "name": rule.name,
+        "externalIP": rule.key.ip,
+        "port": rule.key.port,
+        "host": rule.key.host,
+        "path_prefix": rule.key.path_prefix,
+        "model_name": rule.key.model,
+        "kvEngineType": rule.engine.name(),
+        "kvHashAlgo": kv.algo.name(),
+        "kvBlockSize": kv.block_tokens,
+        "seed_seal": (rule.engine == Engine::Vllm).then(|| nonce.seal(kv.seed.as_deref().unwrap_or(FIXED_SEED))),
+    }))
 }
 
 fn show_service(rule: &Rule, id: ServiceId) -> Value {
@@ -93,6 +111,12 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     put("kvColdstartSeedN", json!(kv.seed_every));
     put("kvColdstartMinBlocks", json!(kv.seed_min_blocks));
     put("kvMeanLoadFactor", json!(kv.mean_load_factor));
+    put("kvReplayPortOffset", json!(kv.replay_port_offset));
+    if engine == Engine::Trtllm {
+        put("kvTrtllmPollMinMs", json!(kv.drain_poll.min_ms));
+        put("kvTrtllmPollMaxMs", json!(kv.drain_poll.max_ms));
+    }
+    put("kvMediumWeights", json!({"cpu": kv.weights.cpu, "storage": kv.weights.storage}));
 }
 
 fn show_endpoint(endpoint: &RuleEndpoint, up: bool) -> Value {

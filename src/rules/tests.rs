@@ -293,6 +293,19 @@ fn event_and_replay_ports_follow_endpoint_then_rule_then_offset() {
 }
 
 #[test]
+fn a_rule_may_say_where_replay_sockets_are_and_that_there_are_none() {
+    let ports = |offset: u16| {
+        let rule = accepted(&body(json!({"kvReplayPortOffset": offset}), two()));
+        let (again, _) = request(&readback(&rule, ServiceId(0), &[])).expect("accepted");
+        assert_eq!(again, rule);
+        rule.endpoints.iter().map(|endpoint| endpoint.events.expect("a KV rule").replay_port).collect::<Vec<_>>()
+    };
+    assert_eq!(ports(1), [Some(5558); 2]);
+    assert_eq!(ports(0), [None; 2]);
+    assert_eq!(ports(60_000), [None; 2], "beyond the last port there is none");
+}
+
+#[test]
 fn clients_of_the_reference_are_understood() {
     let posted = json!({"serviceArguments": {"externalIP": "127.0.0.1", "port": 8080, "protocol": "tcp", "sel": 0,
         "mode": 4, "BGP": false, "Monitor": false, "inactiveTimeOut": 0, "block": 0, "proxyprotocolv2": false,
@@ -347,8 +360,19 @@ fn a_rules_key_wins_over_the_variable_and_the_variable_over_the_default() {
         ("LOXILB_KV_SPILL_RELIEF", "Off"),
         ("LLB_KV_REPLAY_PORT_OFFSET", "0"),
         ("LOXILB_KV_COLDSTART_SEED_N", ""),
+        ("LOXILB_KV_TRTLLM_POLL_MIN_MS", "7"),
     ])
     .expect("all in range");
+    assert_eq!(defaults.drain_poll, DrainPoll { min_ms: 7, max_ms: 20 });
+    let poll = |changes: Value| {
+        let node = from_json(of_engine("trtllm", changes).to_string().as_bytes()).expect("JSON");
+        let poll = check_request(&node, &defaults).expect("accepted").0.kv.expect("a KV rule").drain_poll;
+        (poll.min_ms, poll.max_ms)
+    };
+    assert_eq!(poll(json!({"kvExactMode": 3})), (7, 20));
+    assert_eq!(poll(json!({"kvExactMode": 3, "kvTrtllmPollMinMs": 50})), (50, 50), "one alone moves the other along");
+    assert_eq!(poll(json!({"kvExactMode": 3, "kvTrtllmPollMaxMs": 2})), (2, 2));
+    assert_eq!(poll(json!({"kvExactMode": 3, "kvTrtllmPollMinMs": 1, "kvTrtllmPollMaxMs": 9})), (1, 9));
     let node = from_json(body(json!({"kvMinMatchTokens": 0}), two()).to_string().as_bytes()).expect("JSON");
     let rule = check_request(&node, &defaults).expect("accepted").0;
     let kv = rule.kv.expect("a KV rule");
@@ -360,10 +384,19 @@ fn a_rules_key_wins_over_the_variable_and_the_variable_over_the_default() {
         ("LLB_KV_MIN_MATCH_TOKENS", "4097"),
         ("LOXILB_KV_MEAN_LOAD_FACTOR", "many"),
         ("LOXILB_KV_SPILL_RELIEF", "maybe"),
+        ("LOXILB_KV_TRTLLM_POLL_MIN_MS", "0"),
+        ("LOXILB_KV_TRTLLM_POLL_MAX_MS", "10001"),
     ])
     .expect_err("all out of range");
     let texts: Vec<String> = problems.iter().map(ToString::to_string).collect();
-    assert_eq!(texts.len(), 4, "{texts:?}");
+    assert_eq!(texts.len(), 6, "{texts:?}");
+    for (name, value) in [("LOXILB_KV_TRTLLM_POLL_MIN_MS", "0"), ("LOXILB_KV_TRTLLM_POLL_MAX_MS", "10001")] {
+        let text = format!("{name}: \"{value}\" is not a whole number within 1 to 10000");
+        assert!(texts.contains(&text), "{texts:?}");
+    }
+    let swapped = env(&[("LOXILB_KV_TRTLLM_POLL_MIN_MS", "30"), ("LOXILB_KV_TRTLLM_POLL_MAX_MS", "10")]);
+    let swapped = swapped.expect_err("the shorter is longer")[0].to_string();
+    assert!(swapped.contains("LOXILB_KV_TRTLLM_POLL_MIN_MS") && swapped.contains("30") && swapped.contains("10"));
     assert!(texts.contains(&"LLB_KV_MIN_MATCH_TOKENS: \"4097\" is not a whole number within 0 to 4096".to_owned()));
 }
 
@@ -428,6 +461,31 @@ fn engines_take_and_refuse_ranks_ports_and_modes_as_the_schema_says() {
         ("trtllm", json!({"kvDpRankCount": 9}), "kv-dp-rank-count must be within 1..8 (0 = default 1)"),
         ("trtllm", json!({"kvExactMode": 2}), "2 is reserved"),
         ("trtllm", json!({"pdBootstrapPort": 1}), "pd-bootstrap-port requires pd_disagg_mode=true"),
+        ("trtllm", json!({"kvTrtllmPollMinMs": 1, "kvTrtllmPollMaxMs": 10_000}), ""),
+        ("trtllm", json!({"kvTrtllmPollMinMs": 0}), "kvTrtllmPollMinMs: 0 is not within 1 to 10000"),
+        ("trtllm", json!({"kvTrtllmPollMaxMs": 10_001}), "kvTrtllmPollMaxMs: 10001 is not within 1 to 10000"),
+        ("trtllm", json!({"kvTrtllmPollMinMs": 9, "kvTrtllmPollMaxMs": 8}), "9 is more than kvTrtllmPollMaxMs, 8"),
+        ("sglang", json!({"kvMediumWeights": {"cpu": 100, "storage": 0}}), ""),
+        ("vllm", json!({"kvMediumWeights": {"cpu": 101}}), "kvMediumWeights.cpu: 101 is not within 0 to 100"),
+        (
+            "vllm",
+            json!({"kvMediumWeights": {"cpu": 20, "storage": 30}}),
+            "kvMediumWeights.storage: 30 is more than cpu, 20",
+        ),
+        ("vllm", json!({"kvMediumWeights": 50}), "kvMediumWeights"),
+        ("vllm", json!({"kvReplayPortOffset": 65_536}), "kvReplayPortOffset: 65536 is not within 0 to 65535"),
+        ("vllm", json!({"kvHashAlgo": "sha256_cbor"}), ""),
+        ("vllm", json!({"kvHashAlgo": "xxhash_cbor"}), ""),
+        ("vllm", json!({"kvHashAlgo": "sha256"}), "start the engines with --prefix-caching-hash-algo sha256_cbor"),
+        ("vllm", json!({"kvHashAlgo": "xxhash"}), "start the engines with --prefix-caching-hash-algo xxhash_cbor"),
+        ("vllm", json!({"kvHashAlgo": "xxhash128"}), "write \"xxhash_cbor\""),
+        ("sglang", json!({"kvHashAlgo": "sha256"}), "kv-hash-algo must be one of"),
+        ("vllm", json!({"kvWarmupSec": 0}), ""),
+        ("vllm", json!({"kvWarmupSec": -1}), "kvWarmupSec: -1 is not within 0 to"),
+        ("vllm", json!({"kvNoneHashSeed": "0"}), ""),
+        ("vllm", json!({"kvZmqPort": 65_535}), ""),
+        ("vllm", json!({"kvZmqPort": 65_536}), "kvZmqPort: 65536 is not within 1 to 65535"),
+        ("sglang", json!({"kvZmqPort": 65_535, "kvDpRankCount": 2}), "with 2 ranks ends beyond port 65535"),
     ];
     for (engine, changes, expected) in cases {
         let posted = of_engine(engine, kv(changes));
@@ -465,6 +523,12 @@ fn llamacpp_is_balanced_and_nothing_else() {
         ("kvColdstartSeedN", json!(16)),
         ("kvColdstartMinBlocks", json!(16)),
         ("kvMeanLoadFactor", json!(175)),
+        ("kvReplayPortOffset", json!(1000)),
+        ("kvTrtllmPollMinMs", json!(5)),
+        ("kvTrtllmPollMaxMs", json!(20)),
+        ("kvMediumWeights", json!({"cpu": 50})),
+        ("kvExactApiMode", json!("chat")),
+        ("kvModelProfile", json!("small")),
         ("pd_disagg_mode", json!(true)),
         ("pd_cache_aware_mode", json!(true)),
         ("pdBootstrapPort", json!(8998)),
@@ -496,6 +560,7 @@ fn what_has_no_effect_or_needs_more_is_said() {
             "kvDpRankCount: 4: rank r is expected at kvZmqPort + r",
         ),
         ("sglang", json!({"kvExactMode": 3, "kvNoneHashSeed": "0"}), "kv-engine-type sglang hashes no seed"),
+        ("sglang", json!({"kvExactMode": 3, "kvTrtllmPollMaxMs": 50}), "kv-engine-type sglang is not polled"),
         ("vllm", json!({"kvExactMode": 3, "kvHashAlgo": "xxhash_cbor"}), "hash a random seed"),
     ] {
         let warnings = told(engine, changes);

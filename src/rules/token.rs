@@ -65,6 +65,8 @@ impl PartialEq for EngineToken {
     }
 }
 
+impl Eq for EngineToken {}
+
 impl fmt::Debug for EngineToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EngineToken").field("path", &self.path).finish_non_exhaustive()

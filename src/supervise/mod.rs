@@ -8,9 +8,12 @@
 
 mod background;
 mod engines;
+mod findings;
 mod parts;
 mod registry;
+mod rehearsal;
 mod resolve;
+mod silence;
 mod slots;
 mod sockets;
 
@@ -30,10 +33,13 @@ use crate::discovery::{Discovery, ServiceFacts};
 use crate::rules::{Rule, RuleKey};
 
 pub(crate) use background::PROBES_MAX;
+pub(crate) use findings::events_option;
+pub use findings::{EndpointFinding, EndpointLeg, Findings};
 pub use parts::{IngestPart, ModelsPart, PartError, ShardView};
 use parts::{Listeners, Parts};
 pub use registry::{Entry, RegistryError};
 use registry::{Events, Registry};
+pub(crate) use rehearsal::Rehearsal;
 pub use slots::LOAD_SLOTS;
 pub use sockets::BindError;
 
@@ -131,6 +137,8 @@ pub struct Control {
     pub models: ModelsPart,
     /// What engines say of themselves.
     pub discovery: Discovery,
+    /// What is wrong with endpoints beyond the keys of their ranks.
+    pub findings: Findings,
 }
 
 impl Control {
@@ -198,6 +206,7 @@ impl Supervisor {
             ingest: parts.ingest.clone(),
             models: parts.models.clone(),
             discovery: Discovery::default(),
+            findings: Findings::default(),
         };
         Ok(Supervisor {
             registry: Registry::new(loads, plan.shards.len(), config.kv_defaults.max_blocks as usize),
@@ -374,8 +383,8 @@ impl Supervisor {
     async fn learn(&mut self, id: ServiceId, facts: ServiceFacts) {
         // The rule may be gone by now.
         let Some(seen) = self.registry.entries().iter().find(|entry| entry.id == id).cloned() else { return };
-        if facts.mixed && !seen.facts.mixed {
-            warn!(rule = %seen.rule.key, "engines of different releases: salts and adapters are keyed as by the newest");
+        if facts.forms.len() > 1 && seen.facts.forms.len() <= 1 {
+            info!(rule = %seen.rule.key, "engines of different releases: salts and adapters are keyed in each one's form");
         }
         let entry = Arc::new(seen.learned(facts));
         if let Err(error) = self.hand_out(self.registry.with(&entry)).await {

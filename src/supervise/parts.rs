@@ -15,6 +15,7 @@ use crate::config::Config;
 use crate::cores::Plan;
 
 pub use self::ingest::IngestPart;
+pub(super) use self::ingest::sources;
 pub use self::models::ModelsPart;
 pub use self::shards::ShardView;
 pub(super) use self::shards::{Listeners, Shards};
@@ -71,9 +72,10 @@ impl Parts {
         Ok((Parts { shards, ingest, models }, changes))
     }
 
-    /// Drains the shards, then stops the rest.
+    /// Drains the shards, then stops the rest; what engines hold is written last.
     pub(super) async fn stop(self, timeout: Duration) {
         self.shards.drain(timeout).await;
         self.models.stop();
+        self.ingest.stop().await;
     }
 }

@@ -1,7 +1,7 @@
 //! The stores that are compared, behind the least they have in common.
 
 use shards::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
-use shards::inventory::{self, Options, Reader, Run, Walk, Writer};
+use shards::inventory::{self, Medium, Options, Reader, Run, Walk, Writer};
 
 use super::workload::Workload;
 
@@ -128,7 +128,13 @@ impl Store for EvmapStore {
         }
         for &endpoint in first {
             let blocks = std::mem::take(&mut self.blocks[usize::from(endpoint)]);
-            runs.push(Run { endpoint: EndpointIndex(endpoint), rank: Rank(0), blocks });
+            runs.push(Run {
+                endpoint: EndpointIndex(endpoint),
+                rank: Rank(0),
+                medium: Medium::Device,
+                blocks,
+                block_tokens: None,
+            });
         }
     }
 }

@@ -9,7 +9,7 @@ use shards::ids::{BlockKey, EndpointIndex, ServiceId, ShardId};
 use shards::inventory::{self, Run};
 use shards::load::{LoadSlot, LoadTable, Reservation};
 use shards::route::{Chooser, Decision, Evidence, Turn, decide};
-use shards::service::{Endpoint, EndpointShared, Engine, KvExact, Select, Service, ServiceShared};
+use shards::service::{Endpoint, EndpointShared, Engine, KvExact, MediumWeights, Select, Service, ServiceShared};
 
 const BLOCK_TOKENS: u32 = 16;
 
@@ -100,6 +100,8 @@ impl Decider {
             block_tokens: BLOCK_TOKENS,
             contract: Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED)),
             algo_given: true,
+            other_forms: Vec::new(),
+            weights: MediumWeights::default(),
             adapters: HashMap::new(),
             chat_template: None,
             chat_template_kwargs: None,

@@ -18,7 +18,9 @@ use shards::limits::Limits;
 use shards::load::{LoadSlot, LoadTable};
 use shards::prompt::{Entry, Model, ModelTable, slug};
 use shards::proxy::{Proxy, SWEEP_EVERY};
-use shards::service::{Endpoint, EndpointShared, Engine, KvExact, Select, Service, ServiceShared, Tables};
+use shards::service::{
+    Endpoint, EndpointShared, Engine, KvExact, MediumWeights, Select, Service, ServiceShared, Tables,
+};
 
 use super::{BLOCK_TOKENS, contract};
 use crate::e2e::cpu;
@@ -185,6 +187,8 @@ fn service(listen: SocketAddr, backend: SocketAddr, inventory: ReaderFactory) ->
             block_tokens: BLOCK_TOKENS,
             contract: contract(),
             algo_given: true,
+            other_forms: Vec::new(),
+            weights: MediumWeights::default(),
             adapters: HashMap::new(),
             chat_template: None,
             chat_template_kwargs: None,

@@ -60,13 +60,16 @@ pub struct Announcer {
     host: HostTier,
     /// Copies that the sliding-window group of a hybrid vLLM holds.
     sliding: HashMap<Digest, usize>,
+    /// Blocks that are not full, of which a TensorRT-LLM that pushes says nothing.
+    unsaid: HashSet<Digest>,
 }
 
 impl Announcer {
     /// Nothing is announced yet.
     #[must_use]
     pub fn new(options: &EngineOptions) -> Self {
-        Self { host: HostTier { room: options.cpu_blocks, ..HostTier::default() }, sliding: HashMap::new() }
+        let host = HostTier { room: options.cpu_blocks, ..HostTier::default() };
+        Self { host, sliding: HashMap::new(), unsaid: HashSet::new() }
     }
 
     /// What vLLM says: device events in order of occurrence, then those of the host tier.
@@ -163,6 +166,19 @@ impl Announcer {
             }
         }
         events
+    }
+
+    /// What TensorRT-LLM pushes: full blocks alone, encoded as SGLang's newest pages are.
+    pub fn pushed(&mut self, mut changes: Vec<Change>, options: &EngineOptions) -> Vec<sglang_wire::Event> {
+        changes.retain(|change| match change {
+            Change::Stored(run) if run.block_tokens() < options.block_size => {
+                self.unsaid.extend(run.digests.iter().copied());
+                false
+            }
+            Change::Removed(digest) => !self.unsaid.remove(digest),
+            _ => true,
+        });
+        self.sglang(changes, options)
     }
 
     /// What TensorRT-LLM says, with the windows it says it for.

@@ -177,6 +177,9 @@ impl Driver {
     /// TensorRT-LLM's first events.
     fn say_created(&mut self) {
         let (Some(drain), options) = (&self.shared.drain, self.shared.options()) else { return };
+        if options.push {
+            return;
+        }
         announce::windows(&options)
             .for_each(|window| drain.push(self.rank, &announce::created(&options), window, false));
     }
@@ -227,6 +230,14 @@ impl Driver {
             }
             EngineKind::Sglang => {
                 let mut events = self.announcer.sglang(changes, &options);
+                self.spoil(&mut events, sglang_wire::Event::Malformed);
+                self.publish(sglang_wire::encode_batch(options.sglang_release, time, &events, rank));
+            }
+            EngineKind::Trtllm if options.push => {
+                let mut events = self.announcer.pushed(changes, &options);
+                if events.is_empty() {
+                    return;
+                }
                 self.spoil(&mut events, sglang_wire::Event::Malformed);
                 self.publish(sglang_wire::encode_batch(options.sglang_release, time, &events, rank));
             }

@@ -17,8 +17,8 @@
 //! host tier's and a sliding-window group's events; SGLang's page chain, tree, tiers and `/generate`; TensorRT-LLM's
 //! block keys, partial blocks, windows, levels and drain; faults on command ([`fault`]). Differs: time follows a model;
 //! answers are random words; requests with `n` > 1, images, tools' parsing, log probabilities and loads from a host tier
-//! are not simulated; SGLang's newest tool format and TensorRT-LLM's push over ZMQ neither; idle connections are not
-//! closed after 5 s.
+//! are not simulated; SGLang's newest tool format neither; what TensorRT-LLM pushes over ZMQ names blocks by its older
+//! keys; idle connections are not closed after 5 s.
 
 mod announce;
 mod api;
@@ -34,7 +34,7 @@ mod driver;
 mod fault;
 #[cfg(test)]
 mod fault_tests;
-mod hash;
+pub mod hash;
 mod http;
 mod http_llamacpp;
 mod http_sglang;
@@ -249,7 +249,7 @@ fn open_publishers(
     options: &EngineOptions,
     lost: &Arc<AtomicU64>,
 ) -> Result<Vec<(Publisher, BoundAddresses)>, EngineError> {
-    if !matches!(options.kind, EngineKind::Vllm | EngineKind::Sglang) {
+    if !options.publishes() {
         return Ok(Vec::new());
     }
     let free = options.event_port == 0 || options.replay() == Some(0);

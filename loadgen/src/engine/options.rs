@@ -102,6 +102,9 @@ pub struct EngineOptions {
     /// TensorRT-LLM's event_buffer_max_size: events that wait for a drain; the oldest are dropped for more.
     #[arg(long, default_value_t = 65_536)]
     pub event_buffer: usize,
+    /// TensorRT-LLM pushes its events over ZMQ (kv_events_config): its drain is always empty then.
+    #[arg(long)]
+    pub push: bool,
     /// Data-parallel ranks: a cache each, event and replay ports one after the other.
     #[arg(long, default_value_t = 1)]
     pub dp: u16,
@@ -231,6 +234,9 @@ impl EngineOptions {
         if kind == EngineKind::Vllm && self.window > 0 && self.wire < Release::new(20, 0) {
             return wrong("--window: before 0.20 KV events switch hybrid caches off");
         }
+        if self.push && (kind != EngineKind::Trtllm || self.cpu_blocks > 0 || self.window > 0) {
+            return wrong("--push is for trtllm without --cpu-blocks and --window");
+        }
         if kind == EngineKind::Sglang && self.window > 0 {
             return wrong("--window is simulated for vllm and trtllm only");
         }
@@ -271,6 +277,12 @@ impl EngineOptions {
             chain: self.chain(),
             policy: self.policy(),
         }
+    }
+
+    /// Whether it publishes events over ZMQ.
+    #[must_use]
+    pub fn publishes(&self) -> bool {
+        matches!(self.kind, EngineKind::Vllm | EngineKind::Sglang) || self.push
     }
 
     /// How a rank hashes; drawn anew where the seed is.

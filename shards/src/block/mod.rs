@@ -14,7 +14,7 @@
 //! |---|---|---|
 //! | vLLM | `sha256`, `sha256_cbor`, `xxhash`, `xxhash_cbor`; `sha256_cbor_64bit` of 0.10.0–0.10.1 | random seeds, `builtin`, raw prompt embeddings before 0.17 |
 //! | SGLang | page chain since 0.5.6: salts, bigrams, wide tokens, namespaces | tuple hashes before 0.5.6, adapters (private ids) |
-//! | TensorRT-LLM | `v1_block_key`, `v2_sha256`, `v2_sha256_64` | salts of the newest V1 manager (a C++ library's hash) |
+//! | TensorRT-LLM | `v1_block_key`, `v2_sha256`, `v2_sha256_64`, both ways to hash a salt | adapters (ids that events do not tell) |
 //!
 //! Not done here: which tokens a prompt has ([`crate::prompt`]), and which blocks an engine holds.
 

@@ -50,6 +50,12 @@ impl Contract {
         Ok(Contract { bigrams, format, salted: since(18), wide: since(23) })
     }
 
+    /// The contract of a server of the same release that speculates, or publishes, in another way.
+    #[must_use]
+    pub fn with(self, bigrams: bool, format: EventFormat) -> Self {
+        Contract { bigrams, format, ..self }
+    }
+
     /// The chain of a request before its first page.
     pub(super) fn chain(&self, extras: &PromptExtras) -> PageChain {
         match extras.salt().filter(|_| self.salted) {

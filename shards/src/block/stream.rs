@@ -81,12 +81,16 @@ impl KeyStream {
                 (State::Sglang { chain, bigrams, namespace: contract.namespace(extras)? }, usize::from(bigrams))
             }
             Contract::TrtllmTokens => {
-                tokens_alone(extras)?;
-                (State::TrtllmTokens(PageChain::root()), 0)
+                no_items(extras)?;
+                if extras.lora.is_some() {
+                    return Err(ContractError::Unkeyed { what: "LoRA adapter" });
+                }
+                (State::TrtllmTokens(trtllm::tokens_root(extras.salt().map(String::as_str))), 0)
             }
             Contract::Derived => {
-                tokens_alone(extras)?;
-                (State::Derived(DerivedChain::root()), 0)
+                no_items(extras)?;
+                let adapter = extras.lora.as_ref().map(|lora| lora.name.as_str());
+                (State::Derived(DerivedChain::root_of(adapter, extras.salt().map(String::as_str))), 0)
             }
             Contract::TrtllmV1 => {
                 no_items(extras)?;
@@ -128,17 +132,7 @@ impl KeyStream {
     }
 }
 
-/// Refuses whatever is more than tokens.
-fn tokens_alone(extras: &PromptExtras) -> Result<(), ContractError> {
-    no_items(extras)?;
-    match (&extras.lora, extras.salt()) {
-        (None, None) => Ok(()),
-        (Some(_), _) => Err(ContractError::Unkeyed { what: "LoRA adapter" }),
-        (None, Some(_)) => Err(ContractError::Unkeyed { what: "cache salt" }),
-    }
-}
-
-/// Refuses what no TensorRT-LLM key can be made for from a prompt alone.
+/// Refuses what neither TensorRT-LLM's keys nor our own can be made for from a prompt alone.
 fn no_items(extras: &PromptExtras) -> Result<(), ContractError> {
     match () {
         () if !extras.mm.is_empty() => Err(ContractError::Unkeyed { what: "multimodal items" }),
@@ -216,8 +210,7 @@ mod tests {
         let trtllm = prop_oneof![Just(Contract::TrtllmTokens), Just(Contract::TrtllmV1), Just(Contract::Derived)];
         (prop_oneof![vllm, sglang, trtllm], any::<bool>(), any::<bool>()).prop_map(|(contract, salted, adapted)| {
             let lora = Lora { name: "sql".into(), path: Some("/sql".into()), id: Some(3) };
-            let adapted = adapted && matches!(contract, Contract::Vllm { .. } | Contract::TrtllmV1);
-            let salted = salted && !matches!(contract, Contract::TrtllmTokens | Contract::Derived);
+            let adapted = adapted && matches!(contract, Contract::Vllm { .. } | Contract::TrtllmV1 | Contract::Derived);
             let cache_salt = salted.then(|| "s3cr3t".to_owned());
             (contract, PromptExtras { lora: adapted.then_some(lora), cache_salt, ..PromptExtras::default() })
         })

@@ -2,8 +2,8 @@
 //!
 //! The gateway never routes by them: their 64 bits are too weakly mixed to shard on, and JSON events do not say which
 //! adapter a block belongs to. It files blocks under a [`PageChain`] of their tokens (`blockhash_trtllm`), and
-//! recomputes the engine's key per block as a check: where a plain recomputation differs, the block belongs to an
-//! adapter, a salt or an image, and to a namespace of its own.
+//! recomputes the engine's key per block as a check: where it differs, the block belongs to an adapter or an image, or to
+//! a salt that the event does not tell, and to a namespace of its own.
 //!
 //! The last token of a prompt is never part of a block: a prompt of n tokens matches at most (n - 1) / size blocks,
 //! rounded down. Callers that predict hits leave it out.
@@ -69,6 +69,35 @@ impl V1Block<'_> {
     }
 }
 
+/// What the newest V1 manager makes of a salt: `std::hash` of the text, as the C++ library of its Linux builds (libstdc++,
+/// 64 bits) has it, a MurmurHash of eight bytes at a time.
+#[must_use]
+pub fn std_salt_id(salt: &str) -> u64 {
+    const FACTOR: u64 = 0xc6a4_a793_5bd1_e995;
+    const SEED: u64 = 0xc70f_6907;
+    let fold = |value: u64| value ^ value >> 47;
+    let (words, rest) = salt.as_bytes().as_chunks::<8>();
+    let start = SEED ^ (salt.len() as u64).wrapping_mul(FACTOR);
+    let mut hash = words.iter().fold(start, |hash, word| {
+        let word = fold(u64::from_le_bytes(*word).wrapping_mul(FACTOR)).wrapping_mul(FACTOR);
+        (hash ^ word).wrapping_mul(FACTOR)
+    });
+    if !rest.is_empty() {
+        let last = rest.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+        hash = (hash ^ last).wrapping_mul(FACTOR);
+    }
+    fold(fold(hash).wrapping_mul(FACTOR))
+}
+
+/// The gateway's own chain (`blockhash_trtllm`) before a prompt's first block: at the root, or for the blocks of one salt
+/// at a digest of it.
+#[must_use]
+pub fn tokens_root(salt: Option<&str>) -> PageChain {
+    salt.map_or_else(PageChain::root, |salt| {
+        PageChain::after(Sha256::new().chain_update(b"kvlane-trtllm-salt\0").chain_update(salt).finalize().into())
+    })
+}
+
 const GOLDEN: u32 = 0x9e37_79b9;
 
 fn mix32(value: u32, seed: u64) -> u64 {
@@ -89,8 +118,8 @@ fn spread(value: u64, seed: u64) -> u64 {
     seed ^ value.wrapping_add(seed << 6).wrapping_add(seed >> 2)
 }
 
-/// The id of a salt in releases 1.1 to 1.3, and wherever the V2 manager runs. (The newest V1 manager uses a hash of
-/// the C++ library, which differs from build to build: there, events' own `cache_salt` tells salted blocks apart.)
+/// The number a salt becomes in the keys of 1.1 to 1.3, and under `v2_sha256`: the first 8 bytes of its SHA-256,
+/// little-endian.
 #[must_use]
 pub fn salt_id(salt: &str) -> u64 {
     let digest = Sha256::digest(salt);

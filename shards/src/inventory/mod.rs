@@ -56,6 +56,22 @@ impl SpaceIndex {
     pub const OWN: SpaceIndex = SpaceIndex(0);
 }
 
+/// How far from the engine's computation a block may lie, nearest first.
+///
+/// Media that an engine keeps blocks in are kept apart by holders of their own: beside the holder of what lies in device
+/// memory stands one of what lies there *or* in the host's memory, and one of what lies anywhere. So a run goes on
+/// from medium to medium, and a walk need not know of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Medium {
+    /// Device memory.
+    #[default]
+    Device,
+    /// The host's memory.
+    Cpu,
+    /// Whatever lies behind it.
+    Storage,
+}
+
 /// Sizes of one inventory.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -83,6 +99,8 @@ pub struct HolderInfo {
     pub endpoint: EndpointIndex,
     /// Rank inside the endpoint.
     pub rank: Rank,
+    /// The farthest medium that it counts.
+    pub medium: Medium,
     /// False while its event stream is lost: its blocks do not count for routing.
     pub eligible: bool,
 }
@@ -94,8 +112,12 @@ pub struct Run {
     pub endpoint: EndpointIndex,
     /// Rank of the holder.
     pub rank: Rank,
+    /// The farthest medium that its blocks lie in.
+    pub medium: Medium,
     /// Blocks held without a gap from block 0; at least 1.
     pub blocks: u32,
+    /// Tokens per block, where the holder is in a key space of its own; none = the rule's.
+    pub block_tokens: Option<NonZeroU32>,
 }
 
 /// A new, empty inventory.
@@ -140,6 +162,7 @@ impl Guard<'_> {
         self.0.slot(holder.0).map(|slot| HolderInfo {
             endpoint: slot.endpoint,
             rank: slot.rank,
+            medium: slot.medium,
             eligible: slot.state == SlotState::Eligible,
         })
     }
@@ -161,13 +184,14 @@ impl Guard<'_> {
         self.0.segments()
     }
 
-    /// Calls `each` once for every key of one segment (about 5,000) that the endpoint holds at any rank, eligible or
-    /// not. A dump enters anew for every segment, so that it holds up no publish; it is not one point in time.
+    /// Calls `each` once for every key of one segment (about 5,000) that the endpoint holds in device memory at any rank,
+    /// eligible or not. A dump enters anew for every segment, so that it holds up no publish; it is not one point in time.
     pub fn segment_keys(&self, segment: usize, endpoint: EndpointIndex, each: &mut dyn FnMut(BlockKey)) {
         for (key, set) in self.0.segment(segment) {
             let mut inline = [0; INLINE_MAX];
             let holders = self.0.sets.holders(set, &mut inline);
-            if holders.iter().any(|&holder| self.0.slot(holder).is_some_and(|slot| slot.endpoint == endpoint)) {
+            let is_there = |slot: &table::Slot| slot.endpoint == endpoint && slot.medium == Medium::Device;
+            if holders.iter().any(|&holder| self.0.slot(holder).is_some_and(is_there)) {
                 each(key);
             }
         }

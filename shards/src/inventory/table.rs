@@ -7,7 +7,7 @@ use hashbrown::HashTable;
 use hashbrown::hash_table::Entry as TableEntry;
 
 use super::sets::{SetRef, Sets};
-use super::{SPACES_MAX, Space, SpaceIndex};
+use super::{Medium, SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
 
 /// Fewest segments of a side.
@@ -26,7 +26,7 @@ pub(super) enum Op {
     /// The holder no longer has the key.
     Remove { key: BlockKey, holder: HolderIndex },
     /// The slot belongs to a new holder.
-    Add { holder: HolderIndex, endpoint: EndpointIndex, rank: Rank, space: SpaceIndex },
+    Add { holder: HolderIndex, endpoint: EndpointIndex, rank: Rank, medium: Medium, space: SpaceIndex },
     /// What a space that nobody is in means from now on.
     Define { index: SpaceIndex, space: Space },
     /// The holder's blocks count, or do not.
@@ -44,6 +44,7 @@ pub(super) enum Op {
 pub(super) struct Slot {
     pub(super) endpoint: EndpointIndex,
     pub(super) rank: Rank,
+    pub(super) medium: Medium,
     pub(super) space: SpaceIndex,
     /// Changes whenever what a walk has seen of the holder stops being worth anything.
     pub(super) generation: u32,
@@ -163,14 +164,14 @@ impl Table {
                 assert_eq!(slot.holders, 0, "a space in use keeps its meaning");
                 slot.space = Some(space);
             }
-            Op::Add { holder, endpoint, rank, space } => {
-                let unused = Slot { endpoint, rank, space, generation: 0, state: SlotState::Retired };
+            Op::Add { holder, endpoint, rank, medium, space } => {
+                let unused = Slot { endpoint, rank, medium, space, generation: 0, state: SlotState::Retired };
                 if self.slots.len() <= holder.index() {
                     self.slots.resize(holder.index() + 1, unused);
                 }
                 let slot = &mut self.slots[holder.index()];
                 assert_eq!(slot.state, SlotState::Retired, "a slot in use is not given away");
-                *slot = Slot { endpoint, rank, space, generation: slot.generation + 1, state: SlotState::Eligible };
+                *slot = Slot { generation: slot.generation + 1, state: SlotState::Eligible, ..unused };
                 self.spaces[usize::from(space.0)].holders += 1;
                 self.slots_version += 1;
             }

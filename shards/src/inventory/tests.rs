@@ -159,7 +159,10 @@ fn a_masked_holder_stays_in_the_dump_and_a_retired_one_does_not() {
     assert_eq!(dump(&guard, 1), BTreeSet::new());
     assert_eq!(runs(&guard, &keys([2, 3])), BTreeMap::from([((0, 1), 2)]));
     assert_eq!(guard.holder(retired), None);
-    assert_eq!(guard.holder(masked), Some(HolderInfo { endpoint: EndpointIndex(0), rank: Rank(0), eligible: false }));
+    assert_eq!(
+        guard.holder(masked),
+        Some(HolderInfo { endpoint: EndpointIndex(0), rank: Rank(0), medium: Medium::Device, eligible: false })
+    );
     drop(guard);
     assert_ne!(writer.add_holder(EndpointIndex(2), Rank(0)), Some(retired), "not swept yet");
 }
@@ -351,7 +354,8 @@ impl Model {
             let has = |key: &&BlockKey| self.keys.get(&key.0).is_some_and(|holders| holders.contains(holder));
             let blocks = prompt.iter().take_while(has).count() as u32;
             if blocks > 0 {
-                runs.push(Run { endpoint: info.endpoint, rank: info.rank, blocks });
+                let medium = info.medium;
+                runs.push(Run { endpoint: info.endpoint, rank: info.rank, medium, blocks, block_tokens: None });
             }
         }
         runs
@@ -400,7 +404,7 @@ proptest! {
                 Action::Add(endpoint, rank) => {
                     let (endpoint, rank) = (EndpointIndex(endpoint), Rank(rank));
                     let holder = writer.add_holder(endpoint, rank).unwrap();
-                    let info = HolderInfo { endpoint, rank, eligible: true };
+                    let info = HolderInfo { endpoint, rank, medium: Medium::Device, eligible: true };
                     prop_assert!(model.holders.insert(holder, info).is_none(), "a slot has one owner");
                 }
                 Action::Store(key, number) => if let Some(holder) = model.pick(number) {

@@ -75,7 +75,8 @@ impl Walk {
             let slot = table.slot(member.holder)?;
             let valid = slot.state == SlotState::Eligible && slot.generation == member.generation;
             let blocks = member.blocks.min(self.depth);
-            (valid && blocks > 0).then_some(Run { endpoint: slot.endpoint, rank: slot.rank, blocks })
+            let Slot { endpoint, rank, medium, .. } = *slot;
+            (valid && blocks > 0).then_some(Run { endpoint, rank, medium, blocks, block_tokens: None })
         })
     }
 

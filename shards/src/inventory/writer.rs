@@ -10,8 +10,9 @@
 
 use std::collections::VecDeque;
 
+use super::sets::INLINE_MAX;
 use super::table::{Op, Table};
-use super::{SPACES_MAX, Space, SpaceIndex};
+use super::{Medium, SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
 
 /// Stores and removals that go into one publish; a segment must be able to take its share of them between the moment
@@ -128,6 +129,17 @@ impl Writer {
 
     /// As [`add_holder`](Writer::add_holder), in a key space that [`space`](Writer::space) has given.
     pub fn add_holder_in(&mut self, space: SpaceIndex, endpoint: EndpointIndex, rank: Rank) -> Option<HolderIndex> {
+        self.add_holder_to(Medium::Device, space, endpoint, rank)
+    }
+
+    /// As [`add_holder_in`](Writer::add_holder_in), for what lies in the medium or a nearer one.
+    pub fn add_holder_to(
+        &mut self,
+        medium: Medium,
+        space: SpaceIndex,
+        endpoint: EndpointIndex,
+        rank: Rank,
+    ) -> Option<HolderIndex> {
         let slot = WriterSlot { in_use: true, eligible: true, space, flips: 0 };
         let holder = match self.free.pop() {
             Some(holder) => {
@@ -140,7 +152,7 @@ impl Writer {
             }
             None => return None,
         };
-        self.urgent.push(Op::Add { holder, endpoint, rank, space });
+        self.urgent.push(Op::Add { holder, endpoint, rank, medium, space });
         Some(holder)
     }
 
@@ -185,6 +197,14 @@ impl Writer {
     pub fn remove(&mut self, key: BlockKey, holder: HolderIndex) {
         debug_assert!(self.slots[holder.index()].in_use, "a retired holder removes nothing");
         self.enqueue(Queued::Remove { key, holder });
+    }
+
+    /// Whether one of these holders has the key, as far as that is published.
+    #[must_use]
+    pub fn is_held(&self, key: BlockKey, by: impl Fn(HolderIndex) -> bool) -> bool {
+        let Some(table) = self.handle.enter() else { return false };
+        let mut inline = [0; INLINE_MAX];
+        table.sets.holders(table.find(key), &mut inline).iter().any(|holder| by(HolderIndex(*holder)))
     }
 
     /// Work not yet published: operations, and segments still to be swept. Zero means that the next publish has

@@ -64,6 +64,12 @@ impl<'a> BodyView<'a> {
         Some(scan.view)
     }
 
+    /// Whether the request asks for blocks of its own, which other requests with the same prompt do not share.
+    #[must_use]
+    pub fn is_salted(&self) -> bool {
+        self.cache_salt.is_some()
+    }
+
     /// The members that decide over a prompt's text or keys beside the prompt itself, in a fixed order.
     pub(super) fn members(&self) -> [Option<&'a str>; 11] {
         // Every member is named here, so that a new one cannot be forgotten.

@@ -55,6 +55,8 @@ const SLICE_KEYS: usize = 4096;
 #[derive(Debug)]
 pub struct Job<'a> {
     model: Arc<Model>,
+    /// The text was rendered by the model's own chat template.
+    is_chat: bool,
     memory: Box<Memory>,
     strides: Strides,
     source: Source<'a>,
@@ -281,6 +283,18 @@ impl<'a> Job<'a> {
         self.tokens + left.saturating_mul(self.tokens) / self.bytes_done
     }
 
+    /// Notes that an engine holds all blocks of the prompt: where it was rendered by a template that was assumed, the
+    /// assumption is right.
+    pub fn confirm_template(&self) {
+        if self.is_chat && self.model.template_assumed() {
+            tracing::info!(
+                model = self.model.slug(),
+                "an engine has the blocks that the assumed chat template leads to"
+            );
+            self.model.confirm_template();
+        }
+    }
+
     /// Ends the work and lets the cache remember what was done, finished or not.
     pub fn remember(self, cache: &mut PrefixCache) {
         if let Source::Unbroken { bytes } = self.source {
@@ -441,6 +455,7 @@ impl<'a> Pending<'_, 'a> {
         let mut job = opening.job(opened).ok()?;
         // It is no prompt of its own, to be found again.
         job.strides.clear();
+        job.is_chat = false;
         Some(Glimpse { job, certain, part })
     }
 
@@ -660,6 +675,7 @@ impl<'o, 'a> Opening<'o, 'a> {
         let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
         Ok(Job {
             model: Arc::clone(self.model),
+            is_chat: self.api == Api::ChatCompletions && self.rendering.template.is_none(),
             source,
             memory,
             strides,

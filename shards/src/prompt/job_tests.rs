@@ -226,7 +226,7 @@ fn extras_of_a_request_are_keyed_as_its_engine_does_or_not_at_all() {
         (&default, salted, None, true),
         (&default, nothing, adapted(), false),
         (&dynamo, both, None, true),
-        (&Contract::TrtllmTokens, salted, None, false),
+        (&Contract::TrtllmTokens, salted, None, true),
         (&Contract::TrtllmTokens, nothing, adapted(), false),
     ];
     for (contract, members, lora, keyed) in cases {

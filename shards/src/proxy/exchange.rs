@@ -19,6 +19,7 @@ use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::route::{self, Chooser, Decision, Tier};
 use crate::service::{Endpoint, count};
+use crate::usage::Tail;
 
 /// Endpoints that one request may find dead; beyond it the request is refused. Each costs up to a connect time-out.
 const CONNECTS_MAX: usize = 16;
@@ -83,7 +84,8 @@ async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Ro
     let resendable = is_resendable(&view);
     // Asked now: the head is edited before it is sent.
     let api = Api::of(view.method(), view.path());
-    let mut attempt = Attempt { proxy, local, request, api, from: None, sends: 0, resendable, began: false, status: 0 };
+    let mut attempt =
+        Attempt { proxy, local, request, api, from: None, sends: 0, resendable, began: false, status: 0, tail: None };
     let outcome = attempt.run(client, &score).await;
     let request = attempt.request;
     match outcome {
@@ -141,6 +143,8 @@ struct Attempt<'a> {
     began: bool,
     /// Its status.
     status: u16,
+    /// The end of its body, where somebody wants to know what it says.
+    tail: Option<Tail>,
 }
 
 impl Attempt<'_> {
@@ -167,6 +171,7 @@ impl Attempt<'_> {
                     Ok(next) => {
                         if self.status == 200 {
                             self.predict(score, decision.endpoint);
+                            self.compare_usage(score, decision.endpoint);
                         }
                         drop(reservation);
                         return Ok(next);
@@ -267,7 +272,9 @@ impl Attempt<'_> {
             close: !head.keep_alive || proxy.draining.get() || ends_with_connection,
             is_http10: head.is_http10,
         };
-        let reusable = relay::relay(client, &mut upstream, begun, terms, &proxy.limits, &proxy.buffers).await?;
+        self.tail = (self.api.is_some() && endpoint.shared.usage.look()).then(Tail::default);
+        let tail = self.tail.as_mut();
+        let reusable = relay::relay(client, &mut upstream, begun, terms, tail, &proxy.limits, &proxy.buffers).await?;
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
         }
@@ -291,6 +298,20 @@ impl Attempt<'_> {
         };
         if let Some(prediction) = score.predict(reader, endpoint, kind) {
             predictions.offer(prediction);
+        }
+    }
+
+    /// Says what the answer's `usage` proves or denies of the endpoint's blocks.
+    fn compare_usage(&self, score: &Score, endpoint: EndpointIndex) {
+        let Some(usage) = self.tail.as_ref().and_then(Tail::usage) else { return };
+        let statements = &self.local.service.endpoints[endpoint.index()].shared.usage;
+        if usage.cached_tokens.is_some() {
+            statements.set_tells();
+        }
+        if statements.wanted()
+            && let Some(statement) = score.compare(self.local, endpoint, usage)
+        {
+            statements.offer(statement);
         }
     }
 
@@ -337,8 +358,8 @@ impl Attempt<'_> {
         if decision.tier == Tier::KvExact {
             let stats = service.endpoints[decision.endpoint.index()].shared.stats_of(shard);
             count(&stats.hits);
-            let tokens = u64::from(decision.hit_blocks) * u64::from(kv.block_tokens);
-            stats.hit_tokens.store(stats.hit_tokens.load(Ordering::Relaxed) + tokens, Ordering::Relaxed);
+            let tokens = stats.hit_tokens.load(Ordering::Relaxed) + decision.hit_tokens;
+            stats.hit_tokens.store(tokens, Ordering::Relaxed);
             if decision.spilled_from.is_some() {
                 count(&stats.spills);
             }

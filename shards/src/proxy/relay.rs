@@ -11,6 +11,7 @@ use crate::executor::breathe;
 use crate::http::response;
 use crate::http::{BodyTracker, Dechunker, ResponseBody, ResponseHead, edit};
 use crate::limits::Limits;
+use crate::usage::Tail;
 
 /// Room kept in front of an answer's head, for the line that may be added to it.
 const HEADROOM: usize = 64;
@@ -133,7 +134,8 @@ impl Passage {
     }
 }
 
-/// Passes the answer on, head first, to its end; says whether the endpoint's connection can serve again.
+/// Passes the answer on, head first, to its end; says whether the endpoint's connection can serve again. The end of
+/// the body is kept in `tail`.
 ///
 /// # Errors
 /// [`Fault::Client`]; [`Fault::Malformed`] when nothing was passed on; [`Fault::Broken`], with which the client's
@@ -143,6 +145,7 @@ pub async fn relay(
     upstream: &mut Upstream,
     begun: Begun,
     terms: Terms,
+    mut tail: Option<&mut Tail>,
     limits: &Limits,
     buffers: &Buffers,
 ) -> Result<bool, Fault> {
@@ -165,6 +168,9 @@ pub async fn relay(
     let mut began = false;
     loop {
         let passed = passage.pass(&mut buffer, at);
+        if let Some(tail) = &mut tail {
+            tail.push(buffer.get(at..).unwrap_or_default());
+        }
         if passed.faulty && !began {
             return Err(Fault::Malformed("the chunks of the endpoint's answer are malformed"));
         }

@@ -2,14 +2,18 @@
 //! inventory as they come.
 
 use std::cell::RefCell;
+use std::num::NonZeroU32;
 
+use crate::block::Contract;
+use crate::block::vllm::Tagging;
 use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
 use crate::ids::{BlockKey, EndpointIndex};
-use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
+use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
-use crate::prompt::{Api, Begun, BodyView, Glimpse, Job, Keying, ModelTable, Pending, PrefixCache, Rendering, Step};
+use crate::prompt::{Api, Begun, BodyView, Glimpse, Job, Keying, ModelTable, Pending, PrefixCache, Step};
 use crate::route::Evidence;
 use crate::service::{KvExact, MissReason, Service};
+use crate::usage::{Statement, Usage};
 
 use super::routes::{LocalService, RequestView};
 
@@ -43,10 +47,20 @@ impl Score {
     }
 }
 
+/// A prompt in the keys of one endpoint.
+struct AtEndpoint<'a> {
+    keys: &'a [BlockKey],
+    /// Its blocks that the endpoint has, as far as is known.
+    held: u32,
+    /// Tokens per block; none = the rule's.
+    block_tokens: Option<NonZeroU32>,
+}
+
 /// Keys of a prompt's first blocks, by key space: at least as many as the longest run.
 #[derive(Debug)]
 pub struct PromptKeys {
     own: Vec<BlockKey>,
+    /// One per key space beside the service's own, or several where engines key extras in several forms.
     others: Vec<InSpace>,
 }
 
@@ -61,19 +75,46 @@ impl Score {
     /// What the endpoint's engine will hold once it has answered, beyond what it holds now.
     #[must_use]
     pub fn predict(&self, reader: &Reader, endpoint: EndpointIndex, kind: PromptKind) -> Option<Prediction> {
+        let at = self.at(reader, endpoint)?;
+        Prediction::new(at.keys, at.held, kind)
+    }
+
+    /// What follows from what the endpoint's engine said of its cache in its answer.
+    #[must_use]
+    pub fn compare(&self, local: &LocalService, endpoint: EndpointIndex, usage: Usage) -> Option<Statement> {
+        let (kv, reader) = (local.service.kv.as_ref()?, local.reader.as_ref()?);
+        let at = self.at(reader, endpoint)?;
+        let block_tokens = at.block_tokens.map_or(kv.block_tokens, NonZeroU32::get);
+        let tells = local.service.endpoints[endpoint.index()].shared.usage.tells();
+        Statement::new(at.keys, at.held, block_tokens, usage, tells)
+    }
+
+    /// The prompt in the keys of an endpoint.
+    fn at(&self, reader: &Reader, endpoint: EndpointIndex) -> Option<AtEndpoint<'_>> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         let held = |runs: &[Run]| {
-            let of_endpoint = runs.iter().filter(|run| run.endpoint == endpoint);
+            // What comes from slower media is announced in device memory then.
+            let in_device = |run: &&Run| run.endpoint == endpoint && run.medium == Medium::Device;
+            let of_endpoint = runs.iter().filter(in_device);
             of_endpoint.map(|run| run.blocks).max().unwrap_or(0)
         };
+        let own = AtEndpoint { keys: &keys.own, held: held(runs), block_tokens: None };
         if keys.others.is_empty() {
-            return Prediction::new(&keys.own, held(runs), kind);
+            return Some(own);
         }
         let space = reader.enter()?.space_of(endpoint)?;
-        match keys.others.iter().find(|other| other.space == space) {
-            Some(other) => Prediction::new(&other.keys, held(&other.runs), kind),
-            None if space == SpaceIndex::OWN => Prediction::new(&keys.own, held(runs), kind),
-            None => None,
+        let others = keys.others.iter().filter(|other| other.space == space).map(|other| AtEndpoint {
+            keys: &other.keys,
+            held: held(&other.runs),
+            block_tokens: other.block_tokens,
+        });
+        let own = (space == SpaceIndex::OWN).then_some(own);
+        let mut streams = own.into_iter().chain(others);
+        let first = streams.next()?;
+        // Of several forms of extra keys the endpoint's is the one that it holds something of.
+        match streams.next() {
+            None => Some(first),
+            Some(second) => [first, second].into_iter().chain(streams).find(|at| at.held > 0),
         }
     }
 }
@@ -119,8 +160,9 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
     request.look_through(means.ticket).await;
     let ticket = Pace::of(request, means.ticket).await;
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
+    let forms = forms(kv, body, request);
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
-    let others_hold = has_other_spaces(reader);
+    let others_hold = has_other_spaces(reader) || forms.len() > 1;
     let begun = if others_hold {
         begin(api, &local.service, kv, models, body, request, &mut PrefixCache::new(0))
     } else {
@@ -131,7 +173,7 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
         Ok(Begun::Pending(pending)) => {
             if !others_hold
                 && let Some(glimpse) = pending.glimpse()
-                && let Some(score) = of_glimpse(glimpse, kv, reader, &ticket, means).await
+                && let Some(score) = of_glimpse(glimpse, reader, &ticket, means).await
             {
                 return score;
             }
@@ -143,8 +185,8 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
         Err(reason) => return Score::Miss(reason),
     };
     ticket.breathe().await;
-    let others = if others_hold { other_walks(&mut job, reader) } else { Vec::new() };
-    let own = InSpace::new(SpaceIndex::OWN, kv.block_tokens);
+    let others = if others_hold { other_walks(&mut job, reader, kv, &forms) } else { Vec::new() };
+    let own = InSpace::new(SpaceIndex::OWN, None);
     let mut work = Work { job: Some(job), own, others, means };
     loop {
         match work.slice(reader) {
@@ -185,15 +227,9 @@ async fn prepare<'a>(
 const GLIMPSE_MARGIN: usize = 8;
 
 /// The score of a large prompt whose begin shows that nobody holds more of it; none where the whole must be looked at.
-async fn of_glimpse(
-    glimpse: Glimpse<'_>,
-    kv: &KvExact,
-    reader: &Reader,
-    ticket: &Pace,
-    means: Means<'_>,
-) -> Option<Score> {
+async fn of_glimpse(glimpse: Glimpse<'_>, reader: &Reader, ticket: &Pace, means: Means<'_>) -> Option<Score> {
     let Glimpse { job, certain, part } = glimpse;
-    let own = InSpace::new(SpaceIndex::OWN, kv.block_tokens);
+    let own = InSpace::new(SpaceIndex::OWN, None);
     let mut work = Work { job: Some(job), own, others: Vec::new(), means };
     ticket.breathe().await;
     loop {
@@ -234,12 +270,7 @@ fn begin<'o, 'a>(
     let base = adapter.map_or(model, |adapter| &adapter.base);
     let model = models.lookup(base).ready()?;
     let lora = adapter.map(|adapter| &adapter.lora);
-    let rendering = Rendering {
-        engine: service.engine,
-        template: kv.chat_template.as_ref(),
-        kwargs: kv.chat_template_kwargs.as_deref(),
-        add_bos: kv.add_bos,
-    };
+    let rendering = kv.rendering(service.engine);
     let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
     Job::begin(api, body, model, rendering, keying, prefixes)
 }
@@ -249,17 +280,48 @@ fn has_other_spaces(reader: &Reader) -> bool {
     reader.enter().is_some_and(|guard| guard.other_spaces().next().is_some())
 }
 
+/// The forms that the engines key the request's adapter or salt in, the contract's own first; none for a request that
+/// says nothing of the kind, whose keys are the same in all of them.
+fn forms(kv: &KvExact, body: &BodyView<'_>, request: &RequestView<'_>) -> Vec<Tagging> {
+    let adapted = || {
+        let model = body.model.as_deref().or_else(|| request.model());
+        model.is_some_and(|model| kv.adapters.contains_key(model))
+    };
+    match kv.contract {
+        Contract::Vllm { tagging, .. } if body.is_salted() || adapted() => {
+            std::iter::once(tagging).chain(kv.other_forms.iter().copied()).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
 /// Adds the key streams of holders that do not have the rule's keys; for most services there are none.
-fn other_walks(job: &mut Job<'_>, reader: &Reader) -> Vec<InSpace> {
+fn other_walks(job: &mut Job<'_>, reader: &Reader, kv: &KvExact, forms: &[Tagging]) -> Vec<InSpace> {
     let Some(guard) = reader.enter() else { return Vec::new() };
-    let mut walks = Vec::new();
+    let own = NonZeroU32::new(kv.block_tokens).map(|block_tokens| Space { contract: kv.contract, block_tokens });
+    let own_forms = own.into_iter().flat_map(|space| in_forms(space, forms.get(1..).unwrap_or_default()));
+    let mut walks: Vec<_> = own_forms.map(|space| (SpaceIndex::OWN, space)).collect();
     for (index, space) in guard.other_spaces() {
-        // A contract that cannot key what the request says has no holder for it.
-        if job.also(&space.contract, space.block_tokens).is_ok() {
-            walks.push(InSpace::new(index, space.block_tokens.get()));
+        match space.contract {
+            Contract::Vllm { .. } if !forms.is_empty() => {
+                walks.extend(in_forms(space, forms).map(|space| (index, space)));
+            }
+            _ => walks.push((index, space)),
         }
     }
-    walks
+    // A contract that cannot key what the request says has no holder for it.
+    walks.retain(|(_, space)| job.also(&space.contract, space.block_tokens).is_ok());
+    walks.into_iter().map(|(index, space)| InSpace::new(index, Some(space.block_tokens))).collect()
+}
+
+/// A key space as engines of releases with these forms of extra keys fill it.
+fn in_forms(space: Space, forms: &[Tagging]) -> impl Iterator<Item = Space> {
+    forms.iter().filter_map(move |tagging| match space.contract {
+        Contract::Vllm { none_hash, lookahead, .. } => {
+            Some(Space { contract: Contract::Vllm { none_hash, tagging: *tagging, lookahead }, ..space })
+        }
+        _ => None,
+    })
 }
 
 /// A walk among the holders of one key space.
@@ -267,7 +329,8 @@ fn other_walks(job: &mut Job<'_>, reader: &Reader) -> Vec<InSpace> {
 struct InSpace {
     space: SpaceIndex,
     walk: Walk,
-    block_tokens: u32,
+    /// Tokens per block; none = the rule's.
+    block_tokens: Option<NonZeroU32>,
     /// Some holder may go further.
     open: bool,
     /// Keys shown, in spaces beside the service's own.
@@ -277,19 +340,16 @@ struct InSpace {
 }
 
 impl InSpace {
-    fn new(space: SpaceIndex, block_tokens: u32) -> Self {
+    fn new(space: SpaceIndex, block_tokens: Option<NonZeroU32>) -> Self {
         let walk = Walk::in_space(space);
         InSpace { space, walk, block_tokens, open: true, keys: Vec::new(), runs: Vec::new() }
     }
 
-    /// Adds its runs, counted in blocks of the rule's size; what is held is at least one.
-    fn add_runs(&mut self, guard: &Guard<'_>, rule_block_tokens: u32, runs: &mut Vec<Run>) {
-        self.runs.extend(self.walk.runs(guard));
-        let scaled = |blocks: u32| {
-            let tokens = u64::from(blocks) * u64::from(self.block_tokens);
-            u32::try_from(tokens / u64::from(rule_block_tokens)).unwrap_or(u32::MAX).max(1)
-        };
-        runs.extend(self.runs.iter().map(|run| Run { blocks: scaled(run.blocks), ..*run }));
+    /// Notes its runs, and adds them to those of all spaces.
+    fn add_runs(&mut self, guard: &Guard<'_>, runs: &mut Vec<Run>) {
+        let block_tokens = self.block_tokens;
+        self.runs.extend(self.walk.runs(guard).map(|run| Run { block_tokens, ..run }));
+        runs.extend_from_slice(&self.runs);
     }
 }
 
@@ -340,7 +400,12 @@ impl Work<'_> {
         }
         let mut runs: Vec<Run> = self.own.walk.runs(&guard).collect();
         for other in &mut self.others {
-            other.add_runs(&guard, self.own.block_tokens, &mut runs);
+            other.add_runs(&guard, &mut runs);
+        }
+        let all = u32::try_from(job.keys().len()).unwrap_or(u32::MAX);
+        if step == Step::Done && all > 0 && self.own.walk.runs(&guard).any(|run| run.blocks >= all) {
+            // An engine has stored the very blocks that the template led to.
+            job.confirm_template();
         }
         let keys = PromptKeys { own: job.keys().to_vec(), others: std::mem::take(&mut self.others) };
         Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs, keys }))

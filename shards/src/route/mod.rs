@@ -6,9 +6,11 @@
 //!
 //! Order of Tier 1.5 (single pool): overlap → spill relief → cold seed.
 //!
-//! * **Overlap.** The winner is the candidate with the longest contiguous run at any of its ranks; among equals the
-//!   least loaded; among those each in turn. One block is overlap, also in a prompt of exactly one block. The engine
-//!   recomputes at least the last token, so the *predicted* saving is at most ⌊(tokens − 1) / block size⌋ blocks.
+//! * **Overlap.** The winner is the candidate with the longest contiguous run at any of its ranks, in tokens: holders may
+//!   have blocks of other sizes than the rule says. Where a rule gives weight to slower media, the tokens that they add to
+//!   a run count as so much of a token in device memory. Among equals it is the least loaded; among those each in turn. One
+//!   block is overlap, also in a prompt of exactly one block. The engine recomputes at least the last token, so the
+//!   *predicted* saving is at most ⌊(tokens − 1) / block size⌋ blocks of the holder.
 //! * **Spill relief.** `cap = max(1, ⌈factor × total / (100 × n)⌉)`, where `total` is the number of requests in flight
 //!   at the `n` candidates before this one and `factor` is in percent. A winner with `cap` requests or more gives way
 //!   to the least loaded candidate below the cap, the lowest index among equals. With nobody below, it stays.
@@ -21,10 +23,11 @@
 
 #![forbid(unsafe_code)]
 
+use std::num::NonZeroU32;
 use std::sync::atomic::Ordering;
 
 use crate::ids::{EndpointIndex, Rank, ShardId};
-use crate::inventory::Run;
+use crate::inventory::{Medium, Run};
 use crate::load::LoadTable;
 use crate::service::{KvExact, MissReason, Select, Service};
 
@@ -60,8 +63,10 @@ pub struct Decision {
     pub rank: Option<Rank>,
     /// The tier.
     pub tier: Tier,
-    /// Blocks predicted to hit at the chosen endpoint, also where the request was diverted to it.
+    /// Blocks predicted to hit at the chosen endpoint, also where the request was diverted to it; of its own size.
     pub hit_blocks: u32,
+    /// The tokens in them.
+    pub hit_tokens: u64,
     /// Why Tier 1.5 did not decide.
     pub miss: Option<MissReason>,
     /// The winner that spill relief passed over.
@@ -97,8 +102,12 @@ pub struct Turn {
 struct Row {
     candidate: bool,
     load: u32,
-    /// Longest run at any of its ranks, uncapped.
-    run: u32,
+    /// Tokens of the run that is worth most, of any of its ranks, uncapped.
+    run: u64,
+    /// Tokens per block of that run.
+    block_tokens: u64,
+    /// What that run is worth, in hundredths of a token in device memory.
+    worth: u64,
     rank: Rank,
 }
 
@@ -113,11 +122,11 @@ impl Turn {
         self.rows.iter().enumerate().filter(|(_, row)| row.candidate)
     }
 
-    /// The least loaded candidate with a run of this length; equals take turns. None if there is no such candidate.
-    fn least_loaded(&mut self, run: u32) -> Option<usize> {
-        let eligible = |(_, row): &(usize, &Row)| row.run == run;
+    /// The least loaded candidate with a run of this worth; equals take turns. None if there is no such candidate.
+    fn least_loaded(&mut self, worth: u64) -> Option<usize> {
+        let eligible = |(_, row): &(usize, &Row)| row.worth == worth;
         let load = self.candidates().filter(eligible).map(|(_, row)| row.load).min()?;
-        let equals = |row: &Row| row.candidate && row.run == run && row.load == load;
+        let equals = |row: &Row| row.candidate && row.worth == worth && row.load == load;
         let count = self.rows.iter().filter(|row| equals(row)).count();
         let turn = if count > 1 { self.break_tie(count) } else { 0 };
         self.rows.iter().enumerate().filter(|(_, row)| equals(row)).nth(turn).map(|(index, _)| index)
@@ -164,7 +173,7 @@ pub fn decide(
     let chosen = match service.select {
         Select::RoundRobin => turn.round_robin(),
         Select::LeastConnections => {
-            turn.rows.iter_mut().for_each(|row| row.run = 0);
+            turn.rows.iter_mut().for_each(|row| row.worth = 0);
             turn.least_loaded(0)
         }
     }?;
@@ -173,6 +182,7 @@ pub fn decide(
         rank: None,
         tier: Tier::Select,
         hit_blocks: 0,
+        hit_tokens: 0,
         miss: Some(miss),
         spilled_from: None,
         seeded_from: None,
@@ -189,6 +199,8 @@ fn fill_rows(service: &Service, tried: &[EndpointIndex], chooser: &mut Chooser<'
         candidate: endpoint.backup == backups && usable(index),
         load: chooser.loads.seen_by(chooser.shard, endpoint.shared.slot),
         run: 0,
+        block_tokens: 1,
+        worth: 0,
         rank: Rank(0),
     });
     chooser.turn.rows.clear();
@@ -200,26 +212,53 @@ fn overlap(kv: &KvExact, prompt_tokens: u64, runs: &[Run], turn: &mut Turn) -> R
     if prompt_tokens < u64::from(kv.min_match_tokens) {
         return Err(MissReason::Shallow);
     }
-    if prompt_tokens < u64::from(kv.block_tokens) {
-        return Err(MissReason::Hashes);
-    }
-    let mut longest = 0;
+    let mut most = 0;
     let mut held = false;
     for run in runs.iter().filter(|run| run.blocks > 0) {
         held = true;
         // An endpoint that the tables do not know yet, or no longer, is nobody's candidate.
         let Some(row) = turn.rows.get_mut(run.endpoint.index()).filter(|row| row.candidate) else { continue };
-        if run.blocks > row.run {
-            (row.run, row.rank) = (run.blocks, run.rank);
-            longest = longest.max(run.blocks);
+        let block_tokens = u64::from(run.block_tokens.map_or(kv.block_tokens, NonZeroU32::get));
+        let worth = worth(kv, run, runs).saturating_mul(block_tokens);
+        if worth > row.worth {
+            let tokens = u64::from(run.blocks) * block_tokens;
+            (row.run, row.block_tokens, row.worth, row.rank) = (tokens, block_tokens, worth, run.rank);
+            most = most.max(worth);
         }
     }
-    match longest {
+    match most {
         0 if held => Err(MissReason::Excluded),
+        0 if prompt_tokens < u64::from(kv.block_tokens) => Err(MissReason::Hashes),
         0 => Err(MissReason::NoWorker),
-        _ => turn.least_loaded(longest).ok_or(MissReason::NoWorker),
+        _ => turn.least_loaded(most).ok_or(MissReason::NoWorker),
     }
 }
+
+/// What a run is worth, in hundredths of one of its blocks in device memory: a run that reaches into slower media counts what lies
+/// nearer as what it is, and the rest by its medium's weight.
+fn worth(kv: &KvExact, run: &Run, runs: &[Run]) -> u64 {
+    let within = |medium: Medium| {
+        let same = |other: &&Run| (other.endpoint, other.rank, other.medium) == (run.endpoint, run.rank, medium);
+        u64::from(runs.iter().find(same).map_or(0, |other| other.blocks))
+    };
+    let blocks = u64::from(run.blocks);
+    let behind = |nearer: u64, weight: u8| blocks.saturating_sub(nearer) * u64::from(weight);
+    match run.medium {
+        Medium::Device => blocks * DEVICE_WORTH,
+        Medium::Cpu => {
+            let device = within(Medium::Device);
+            device * DEVICE_WORTH + behind(device, kv.weights.cpu)
+        }
+        Medium::Storage => {
+            let device = within(Medium::Device);
+            let cpu = within(Medium::Cpu).max(device);
+            device * DEVICE_WORTH + (cpu - device) * u64::from(kv.weights.cpu) + behind(cpu, kv.weights.storage)
+        }
+    }
+}
+
+/// A token in device memory is worth as much.
+const DEVICE_WORTH: u64 = 100;
 
 /// Relief and seed after the overlap was found.
 fn exact(service: &Service, kv: &KvExact, prompt_tokens: u64, winner: usize, turn: &Turn) -> Decision {
@@ -227,13 +266,15 @@ fn exact(service: &Service, kv: &KvExact, prompt_tokens: u64, winner: usize, tur
     let seeded = seed(service, kv, winner, turn);
     let chosen = seeded.or(spilled).unwrap_or(winner);
     let row = &turn.rows[chosen];
-    let usable = prompt_tokens.saturating_sub(1) / u64::from(kv.block_tokens.max(1));
+    let usable = prompt_tokens.saturating_sub(1) / row.block_tokens;
+    let hit_blocks = usable.min(row.run / row.block_tokens);
     let passed_over = |diverted: Option<usize>| diverted.map(|_| EndpointIndex(winner as u16));
     Decision {
         endpoint: EndpointIndex(chosen as u16),
         rank: (chosen == winner).then_some(row.rank),
         tier: Tier::KvExact,
-        hit_blocks: u32::try_from(usable).unwrap_or(u32::MAX).min(row.run),
+        hit_blocks: u32::try_from(hit_blocks).unwrap_or(u32::MAX),
+        hit_tokens: hit_blocks * row.block_tokens,
         miss: None,
         spilled_from: passed_over(spilled),
         seeded_from: passed_over(seeded),

@@ -8,7 +8,7 @@ use crate::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
 use crate::ids::ServiceId;
 use crate::inventory;
 use crate::load::{LoadSlot, Reservation};
-use crate::service::{Endpoint, EndpointShared, Engine, ServiceShared};
+use crate::service::{Endpoint, EndpointShared, Engine, MediumWeights, ServiceShared};
 
 const SHARD: ShardId = ShardId(0);
 /// Enough tokens that the cap of the saving plays no part: 100 blocks and one token.
@@ -29,6 +29,8 @@ impl Fleet {
             block_tokens: 16,
             contract: Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED)),
             algo_given: true,
+            other_forms: Vec::new(),
+            weights: MediumWeights::default(),
             adapters: HashMap::new(),
             chat_template: None,
             chat_template_kwargs: None,
@@ -110,7 +112,7 @@ impl Fleet {
 }
 
 fn run(endpoint: u16, rank: u8, blocks: u32) -> Run {
-    Run { endpoint: EndpointIndex(endpoint), rank: Rank(rank), blocks }
+    Run { endpoint: EndpointIndex(endpoint), rank: Rank(rank), medium: Medium::Device, blocks, block_tokens: None }
 }
 
 /// A hit without diversion at rank 0.
@@ -120,6 +122,7 @@ fn hit(endpoint: u16, hit_blocks: u32) -> Decision {
         rank: Some(Rank(0)),
         tier: Tier::KvExact,
         hit_blocks,
+        hit_tokens: u64::from(hit_blocks) * 16,
         miss: None,
         spilled_from: None,
         seeded_from: None,
@@ -146,6 +149,26 @@ fn the_best_rank_stands_for_its_endpoint_and_is_conveyed() {
 }
 
 #[test]
+fn what_lies_in_slower_media_counts_by_its_weight_behind_what_lies_in_device_memory() {
+    let reach = |endpoint, medium, blocks| Run { medium, ..run(endpoint, 0, blocks) };
+    let winner = |cpu, storage, runs: &[Run]| {
+        let mut fleet = Fleet::new(3).kv(|kv| kv.weights = MediumWeights { cpu, storage });
+        let decision = fleet.decide(Evidence::Scored { prompt_tokens: LONG, runs }, &[]).expect("candidates");
+        (decision.endpoint.0, decision.hit_blocks)
+    };
+    // Endpoint 0 has 4 blocks in device memory and 6 more behind; endpoint 1 has 6 in device memory.
+    let runs = [reach(0, Medium::Device, 4), reach(0, Medium::Cpu, 10), reach(1, Medium::Device, 6)];
+    assert_eq!(winner(50, 0, &runs), (0, 10), "4 + 6/2 > 6");
+    assert_eq!(winner(30, 0, &runs), (1, 6), "4 + 6 × 0.3 < 6");
+    let storage = [reach(0, Medium::Cpu, 2), reach(0, Medium::Storage, 12), reach(2, Medium::Device, 3)];
+    assert_eq!(winner(50, 25, &storage), (0, 12), "2/2 + 10/4 > 3");
+    assert_eq!(winner(50, 10, &storage), (2, 3), "2/2 + 10/10 < 3");
+    // Ranks do not add up.
+    let ranks = [run(0, 0, 5), Run { medium: Medium::Cpu, ..run(0, 1, 8) }, reach(1, Medium::Device, 6)];
+    assert_eq!(winner(50, 0, &ranks), (1, 6), "8/2 at one rank and 5 at another are less than 6");
+}
+
+#[test]
 fn the_last_token_is_always_computed_so_the_predicted_saving_is_capped() {
     let check = |tokens, blocks, predicted| {
         assert_eq!(Fleet::new(2).scored(tokens, &[(1, blocks)]), hit(1, predicted), "{tokens} tokens, {blocks} blocks");
@@ -158,11 +181,32 @@ fn the_last_token_is_always_computed_so_the_predicted_saving_is_capped() {
 }
 
 #[test]
+fn holders_with_blocks_of_other_sizes_are_compared_and_predicted_in_tokens() {
+    let of = |endpoint, blocks, size| Run { block_tokens: NonZeroU32::new(size), ..run(endpoint, 0, blocks) };
+    let check = |tokens, runs: &[Run], endpoint, blocks, size| {
+        let decision = Fleet::new(3).decide(Evidence::Scored { prompt_tokens: tokens, runs }, &[]).unwrap();
+        let expected = Decision { hit_tokens: u64::from(blocks) * size, ..hit(endpoint, blocks) };
+        assert_eq!(decision, expected, "{tokens} tokens, {runs:?}");
+    };
+    // 5 × 16 = 80 tokens are less than 2 × 64, and more than 9 × 8.
+    check(LONG, &[run(0, 0, 5), of(1, 2, 64)], 1, 2, 64);
+    check(LONG, &[run(0, 0, 5), of(1, 9, 8)], 0, 5, 16);
+    // Of 129 tokens 128 may be saved, of 128 one block less.
+    check(129, &[of(2, 2, 64)], 2, 2, 64);
+    check(128, &[of(2, 2, 64)], 2, 1, 64);
+    // Less than one block of the rule is a whole block of an engine with smaller ones.
+    let mut fleet = Fleet::new(2).kv(|kv| kv.block_tokens = 128);
+    let decision = fleet.decide(Evidence::Scored { prompt_tokens: 40, runs: &[of(1, 2, 16)] }, &[]).unwrap();
+    assert_eq!(decision, Decision { hit_tokens: 32, ..hit(1, 2) });
+    assert_eq!(fleet.scored(40, &[]).miss, Some(MissReason::Hashes));
+}
+
+#[test]
 fn every_reason_of_a_miss() {
     let check = |fleet: &mut Fleet, tokens, runs: &[(u16, u32)], expected| {
         let decision = fleet.scored(tokens, runs);
         assert_eq!((decision.tier, decision.miss), (Tier::Select, Some(expected)), "{tokens} tokens, runs {runs:?}");
-        assert_eq!((decision.hit_blocks, decision.rank), (0, None));
+        assert_eq!((decision.hit_blocks, decision.hit_tokens, decision.rank), (0, 0, None));
     };
     let mut fleet = Fleet::new(4);
     check(&mut fleet, 15, &[], MissReason::Shallow);
@@ -412,6 +456,7 @@ proptest! {
             prop_assert_eq!(decision.miss.is_some(), decision.tier == Tier::Select);
             if decision.tier == Tier::KvExact {
                 prop_assert_eq!(decision.hit_blocks, best(decision.endpoint.index()).min(usable_blocks));
+                prop_assert_eq!(decision.hit_tokens, u64::from(decision.hit_blocks) * 16);
                 let winner = decision.seeded_from.or(decision.spilled_from).unwrap_or(decision.endpoint);
                 let longest = candidates.iter().map(|&index| best(index)).max();
                 prop_assert_eq!(Some(best(winner.index())), longest);

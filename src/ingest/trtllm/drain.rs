@@ -16,20 +16,22 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::HashSet;
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crossbeam::channel::{Receiver, SendTimeoutError, Sender, bounded};
+use shards::service::MediumWeights;
+
+use crate::rules::EngineToken;
 
 use super::super::poller::Waker;
 use super::admission::{Admission, judge, unauthorized};
 use super::http::{Client, Failure, Question};
-use super::json::Drained;
+use super::json::{Drained, RANKS_MAX};
 use super::ownership::{Owner, Ownership};
 use super::state::{Continuity, Op, State, Tally};
 
@@ -37,7 +39,7 @@ use super::state::{Continuity, Op, State, Tally};
 const BATCHES_MAX: usize = 16;
 const SERVER_INFO: Question =
     Question { method: "GET", path: "/server_info", deadline: Duration::from_secs(5), bytes_max: 1 << 20 };
-const EVENTS: Question =
+pub(super) const EVENTS: Question =
     Question { method: "POST", path: "/kv_cache_events", deadline: Duration::from_secs(30), bytes_max: 64 << 20 };
 const UNREACHABLE_RETRY: Duration = Duration::from_secs(5);
 const REFUSED_RETRY: Duration = Duration::from_secs(60);
@@ -46,8 +48,11 @@ const ERROR_RETRY: Duration = Duration::from_secs(1);
 /// Longest wait without a look at whether to stop.
 const SLICE: Duration = Duration::from_millis(100);
 const STACK_BYTES: usize = 256 * 1024;
-/// Blocks linked per engine. Beyond it the oldest ends of chains are given up.
+/// Blocks linked per engine, whatever is asked for.
 const KEYS_MAX: usize = 2_000_000;
+
+/// A bit of a number for each rank.
+const _: () = assert!(RANKS_MAX <= u64::BITS as usize);
 
 /// What to drain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,26 +63,19 @@ pub struct DrainFrom {
     pub poll_min: Duration,
     /// Longest pause, reached while nothing happens (`LOXILB_KV_TRTLLM_POLL_MAX_MS`).
     pub poll_max: Duration,
-    /// Bearer token of the gateway's own calls.
-    pub bearer: Option<Bearer>,
+    /// What the gateway shows on its calls. Another content of its file is shown from then on.
+    pub token: Option<Arc<EngineToken>>,
 }
 
-/// A bearer token, which is never shown.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Bearer(String);
-
-impl Bearer {
-    /// A token; none where it holds anything but visible ASCII, which no header can carry.
-    #[must_use]
-    pub fn new(token: &str) -> Option<Self> {
-        token.bytes().all(|byte| byte.is_ascii_graphic()).then(|| Bearer(token.to_owned()))
-    }
-}
-
-impl std::fmt::Debug for Bearer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Bearer(…)")
-    }
+/// The blocks that a rule is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DrainBlocks {
+    /// `kvBlockSize`, tokens.
+    pub(crate) block_tokens: u32,
+    /// `kvMediumWeights`.
+    pub(crate) weights: MediumWeights,
+    /// Most blocks linked per engine; beyond it, and beyond [`KEYS_MAX`], the oldest ends of chains are given up.
+    pub(crate) blocks_max: usize,
 }
 
 impl DrainFrom {
@@ -85,7 +83,7 @@ impl DrainFrom {
     #[must_use]
     pub fn new(address: SocketAddr) -> Self {
         let (poll_min, poll_max) = (Duration::from_millis(5), Duration::from_millis(20));
-        DrainFrom { address, poll_min, poll_max, bearer: None }
+        DrainFrom { address, poll_min, poll_max, token: None }
     }
 }
 
@@ -135,6 +133,10 @@ pub(crate) struct Report {
     pub(crate) errors: u64,
     /// Losses that a second consumer explains.
     pub(crate) ownership_faults: u64,
+    /// When the last list of events came, Unix milliseconds; 0 = never.
+    pub(crate) polled_ms: u64,
+    /// When the last event came, Unix milliseconds; 0 = never.
+    pub(crate) event_ms: u64,
 }
 
 /// What happened in an engine, for the ingest thread.
@@ -145,6 +147,8 @@ pub(crate) struct Batch {
     pub(crate) eligible: bool,
     /// Keys it has, each once.
     pub(crate) distinct: u64,
+    /// First blocks of prompts that it has announced so far.
+    pub(crate) first_blocks: u64,
 }
 
 /// A running drain. Dropping it ends its thread, soon.
@@ -168,30 +172,26 @@ impl Drain {
     ///
     /// # Errors
     /// Where no thread can be had.
-    pub(crate) fn start(from: &DrainFrom, label: &str, block_tokens: u32, waker: Waker) -> std::io::Result<Self> {
+    pub(crate) fn start(from: &DrainFrom, label: &str, blocks: DrainBlocks, waker: Waker) -> std::io::Result<Self> {
         let (batches, receiver) = bounded(BATCHES_MAX);
-        let (report, stop) = (Arc::<Mutex<Report>>::default(), Arc::<AtomicBool>::default());
-        let runner = Runner {
-            client: Client::new(from.address, from.bearer.as_ref().map(|bearer| bearer.0.as_str())),
-            from: from.clone(),
-            label: label.to_owned(),
-            block_tokens,
-            state: State::new(block_tokens, KEYS_MAX),
-            ownership: Ownership::new(RandomState::new().hash_one(from.address)),
-            started: Instant::now(),
-            batches,
-            waker,
-            report: Arc::clone(&report),
-            stop: Arc::clone(&stop),
-            eligible: false,
-        };
+        let runner = Runner::new(from, label, blocks, (batches, waker));
+        let (report, stop) = (Arc::clone(&runner.report), Arc::clone(&runner.stop));
         let builder = std::thread::Builder::new().name("drain".to_owned()).stack_size(STACK_BYTES);
         let thread = builder.spawn(move || runner.run())?.thread().clone();
         Ok(Drain { batches: receiver, report, stop, thread })
     }
+
+    /// A drain without a thread: its runner is told what engines answer.
+    #[cfg(test)]
+    pub(crate) fn idle(from: &DrainFrom, blocks: DrainBlocks, waker: Waker) -> (Self, Runner) {
+        let (batches, receiver) = bounded(BATCHES_MAX);
+        let runner = Runner::new(from, "", blocks, (batches, waker));
+        let (report, stop) = (Arc::clone(&runner.report), Arc::clone(&runner.stop));
+        (Drain { batches: receiver, report, stop, thread: std::thread::current() }, runner)
+    }
 }
 
-struct Runner {
+pub(crate) struct Runner {
     client: Client,
     from: DrainFrom,
     label: String,
@@ -208,9 +208,28 @@ struct Runner {
 }
 
 /// The thread is to end.
-struct Stop;
+#[derive(Debug)]
+pub(crate) struct Stop;
 
 impl Runner {
+    fn new(from: &DrainFrom, label: &str, blocks: DrainBlocks, (batches, waker): (Sender<Batch>, Waker)) -> Self {
+        let DrainBlocks { block_tokens, weights, blocks_max } = blocks;
+        Runner {
+            client: Client::new(from.address, from.token.clone()),
+            from: from.clone(),
+            label: label.to_owned(),
+            block_tokens,
+            state: State::new(block_tokens, blocks_max.min(KEYS_MAX)).weigh(weights),
+            ownership: Ownership::new(RandomState::new().hash_one(from.address)),
+            started: Instant::now(),
+            batches,
+            waker,
+            report: Arc::default(),
+            stop: Arc::default(),
+            eligible: false,
+        }
+    }
+
     fn run(mut self) {
         // Told to stop, or gone for good: either way nothing is left to do.
         let _ = self.serve();
@@ -256,10 +275,7 @@ impl Runner {
                 Err(Failure::Stopped) => return Err(Stop),
                 Err(failure) => {
                     let connected = !matches!(failure, Failure::Connect(_));
-                    self.note(|report| report.answers_lost += u64::from(connected));
-                    self.ownership.answer_lost();
-                    let why = format!("POST /kv_cache_events: {failure}");
-                    self.enter(Phase::Unreachable, &why)?;
+                    self.lost(connected, &format!("POST /kv_cache_events: {failure}"))?;
                     self.pause(if connected { ERROR_RETRY } else { UNREACHABLE_RETRY })?;
                     return Ok(Phase::Unreachable);
                 }
@@ -281,34 +297,55 @@ impl Runner {
                 }
             }
             let busy = !drained.events.is_empty();
-            match self.take(&drained)? {
-                Owner::We => self.enter(Phase::Draining, "")?,
-                Owner::Contested => self.enter(Phase::Contested, CONTESTED)?,
-                Owner::Other => {
-                    self.enter(Phase::SecondDrainer, SECOND)?;
-                    return Ok(Phase::SecondDrainer);
-                }
+            if self.answered(&drained)? == Phase::SecondDrainer {
+                return Ok(Phase::SecondDrainer);
             }
             wait = if busy { self.from.poll_min } else { (wait * 3 / 2).min(self.from.poll_max) };
             self.pause(wait)?;
         }
     }
 
+    /// There is no answer; where we were connected, events may have gone with it.
+    pub(crate) fn lost(&mut self, connected: bool, why: &str) -> Result<(), Stop> {
+        self.note(|report| report.answers_lost += u64::from(connected));
+        self.ownership.answer_lost();
+        self.enter(Phase::Unreachable, why)
+    }
+
+    /// Takes an answer, and says where the drain stands after it.
+    pub(crate) fn answered(&mut self, drained: &Drained) -> Result<Phase, Stop> {
+        let (phase, detail) = match self.take(drained)? {
+            Owner::We => (Phase::Draining, ""),
+            Owner::Contested => (Phase::Contested, CONTESTED),
+            Owner::Other => (Phase::SecondDrainer, SECOND),
+        };
+        self.enter(phase, detail)?;
+        Ok(phase)
+    }
+
     /// Applies an answer and hands over what follows from it.
     fn take(&mut self, drained: &Drained) -> Result<Owner, Stop> {
-        let (mut ops, mut gap) = (Vec::new(), false);
-        let mut ranks = HashSet::new();
+        let mut ops = Vec::new();
+        let (mut ranks, mut missing) = (0_u64, 0_u64);
         for event in &drained.events {
-            let first = ranks.insert(event.rank);
+            let rank = 1 << event.rank;
             let continuity = self.state.apply(event, &mut |op| ops.push(op));
-            gap |= first && matches!(continuity, Continuity::Lost(_));
+            if ranks & rank == 0 && matches!(continuity, Continuity::Lost(_)) {
+                missing |= rank;
+            }
+            ranks |= rank;
         }
         drained.rejects.iter().for_each(|why| self.state.reject(*why));
-        let owner = self.ownership.answered(self.started.elapsed(), drained.events.len(), gap);
+        let owner = self.ownership.answered(self.started.elapsed(), drained.events.len(), ranks, missing);
         let tally = *self.state.tally();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         self.note(|report| {
             report.answers += 1;
-            report.ownership_faults += u64::from(gap && owner != Owner::We);
+            report.polled_ms = now;
+            if !drained.events.is_empty() {
+                report.event_ms = now;
+            }
+            report.ownership_faults += u64::from(missing != 0 && owner != Owner::We);
             report.tally = tally;
         });
         let eligible = owner != Owner::Other;
@@ -320,7 +357,8 @@ impl Runner {
 
     fn hand_over(&mut self, ops: Vec<Op>, eligible: bool) -> Result<(), Stop> {
         self.eligible = eligible;
-        let mut batch = Batch { ops, eligible, distinct: self.state.distinct() };
+        let (distinct, first_blocks) = (self.state.distinct(), self.state.tally().first_blocks);
+        let mut batch = Batch { ops, eligible, distinct, first_blocks };
         loop {
             batch = match self.batches.send_timeout(batch, SLICE) {
                 Ok(()) => {

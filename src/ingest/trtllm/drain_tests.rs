@@ -154,7 +154,8 @@ impl Reader {
 
     fn with(from: &DrainFrom) -> Self {
         let poller = Poller::new().unwrap();
-        let drain = Drain::start(from, "engine", 4, poller.waker()).unwrap();
+        let blocks = DrainBlocks { block_tokens: 4, weights: MediumWeights::default(), blocks_max: 1_000 };
+        let drain = Drain::start(from, "engine", blocks, poller.waker()).unwrap();
         Reader { drain, held: BTreeSet::new(), eligible: false, _poller: poller }
     }
 
@@ -198,10 +199,11 @@ fn what_the_engine_announces_is_held_and_nothing_else_of_it_is_asked() {
     let (engine, address) = Engine::start();
     engine.inside().info = Some(json!({"tokens_per_block": 4, "kv_cache_hash_algo": "v1_block_key"}));
     (0..3).for_each(|_| engine.store());
-    let bearer = Bearer::new("s3cr3t");
-    assert_eq!(format!("{bearer:?}"), "Some(Bearer(…))");
-    assert_eq!(Bearer::new("a\r\nb"), None);
-    let mut reader = Reader::with(&DrainFrom { bearer, ..DrainFrom::new(address) });
+    let file = TokenFile::new("drain", "s3cr3t");
+    let token = Arc::new(EngineToken::read(&file.0).unwrap());
+    let from = DrainFrom { token: Some(Arc::clone(&token)), ..DrainFrom::new(address) };
+    assert!(!format!("{from:?}").contains("s3cr3t"));
+    let mut reader = Reader::with(&from);
     reader.until("3 blocks", |reader| reader.held.len() == 3 && reader.eligible);
     engine.store();
     reader.until("4 blocks", |reader| reader.held.len() == 4);
@@ -212,6 +214,33 @@ fn what_the_engine_announces_is_held_and_nothing_else_of_it_is_asked() {
     assert_eq!(asked, ["GET /server_info", "POST /kv_cache_events"]);
     assert_eq!(inside.tokens, BTreeSet::from(["Bearer s3cr3t".to_owned()]));
     assert_eq!(inside.under_way_max, 1, "one request at a time");
+    drop(inside);
+    file.write("an0ther");
+    assert!(token.refresh().unwrap());
+    reader.until("the new token is shown", |_| engine.inside().tokens.contains("Bearer an0ther"));
+}
+
+/// A token's file, which goes with the test.
+struct TokenFile(std::path::PathBuf);
+
+impl TokenFile {
+    fn new(name: &str, token: &str) -> Self {
+        let file = TokenFile(std::env::temp_dir().join(format!("kvlane-{name}-token-{}", std::process::id())));
+        file.write(token);
+        file
+    }
+
+    fn write(&self, token: &str) {
+        std::fs::write(&self.0, token).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        std::fs::set_permissions(&self.0, mode).unwrap();
+    }
+}
+
+impl Drop for TokenFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
 }
 
 #[test]
@@ -314,6 +343,7 @@ fn drained_blocks_are_routable_while_the_engine_is_there_and_go_with_its_endpoin
         id: ServiceId(0),
         engine: shards::service::Engine::Trtllm,
         block_tokens: 4,
+        weights: MediumWeights::default(),
         believed: None,
         endpoints: vec![endpoint],
     };

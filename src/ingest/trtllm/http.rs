@@ -7,10 +7,13 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use shards::http::{Dechunker, ResponseBody, response};
+
+use crate::rules::EngineToken;
 
 /// Longest wait without a look at whether to stop.
 const SLICE: Duration = Duration::from_millis(100);
@@ -67,8 +70,8 @@ pub(super) struct Answer<'a> {
 #[derive(Debug)]
 pub(super) struct Client {
     address: SocketAddr,
-    /// `Authorization` line, if any.
-    authorization: String,
+    /// What is shown in every request, as it is then.
+    token: Option<Arc<EngineToken>>,
     stream: Option<TcpStream>,
     buffer: Vec<u8>,
 }
@@ -80,10 +83,9 @@ struct Limits<'a> {
 }
 
 impl Client {
-    /// A client that is not connected yet. `bearer` must not hold control characters.
-    pub(super) fn new(address: SocketAddr, bearer: Option<&str>) -> Self {
-        let authorization = bearer.map_or_else(String::new, |token| format!("Authorization: Bearer {token}\r\n"));
-        Client { address, authorization, stream: None, buffer: Vec::new() }
+    /// A client that is not connected yet.
+    pub(super) fn new(address: SocketAddr, token: Option<Arc<EngineToken>>) -> Self {
+        Client { address, token, stream: None, buffer: Vec::new() }
     }
 
     /// Asks and waits for the whole answer.
@@ -93,9 +95,13 @@ impl Client {
             Some(stream) => stream,
             None => connect(self.address, question.deadline).map_err(Failure::Connect)?,
         };
+        let token = self.token.as_ref().map(|token| format!("Authorization: {}\r\n", token.authorization()));
         let request = format!(
             "{} {} HTTP/1.1\r\nHost: {}\r\nUser-Agent: kvlane\r\nAccept: application/json\r\n{}Content-Length: 0\r\n\r\n",
-            question.method, question.path, self.address, self.authorization
+            question.method,
+            question.path,
+            self.address,
+            token.unwrap_or_default()
         );
         stream.write_all(request.as_bytes()).map_err(Lost::Io)?;
         self.buffer.clear();

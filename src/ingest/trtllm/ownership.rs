@@ -43,8 +43,8 @@ pub(super) enum Owner {
 #[derive(Debug)]
 pub(super) struct Ownership {
     patience: u32,
-    /// An answer of ours got lost since the last that arrived.
-    lost_one: bool,
+    /// Ranks (a bit each) that said nothing yet since an answer of ours got lost: what they miss next went with it.
+    excused: u64,
     /// When the first answer with events came.
     since: Option<Duration>,
     /// Answers with events and without an unexplained loss.
@@ -59,18 +59,20 @@ impl Ownership {
     /// At the start; `chance` is any number, another one for each drainer.
     pub(super) fn new(chance: u64) -> Self {
         let patience = PATIENCE_MIN + PATIENCE_STEP * (chance % PATIENCE_STEPS) as u32;
-        Ownership { patience, lost_one: false, since: None, whole: 0, elder: false, contest: None, losses: 0 }
+        Ownership { patience, excused: 0, since: None, whole: 0, elder: false, contest: None, losses: 0 }
     }
 
     /// An answer of ours may have got lost.
     pub(super) fn answer_lost(&mut self) {
-        self.lost_one = true;
+        self.excused = u64::MAX;
     }
 
-    /// An answer came with so many events; `gap` says that numbers are missing before the first of a rank.
-    pub(super) fn answered(&mut self, now: Duration, events: usize, gap: bool) -> Owner {
+    /// An answer came with so many events, of those ranks (a bit each); of some, numbers are missing before the first.
+    pub(super) fn answered(&mut self, now: Duration, events: usize, ranks: u64, missing: u64) -> Owner {
         if events > 0 {
-            let explained = std::mem::take(&mut self.lost_one) || events >= OVERFLOW_EVENTS_MIN;
+            let gap = missing & !self.excused != 0;
+            self.excused &= !ranks;
+            let explained = events >= OVERFLOW_EVENTS_MIN;
             let since = *self.since.get_or_insert(now);
             if !gap || explained {
                 self.whole += 1;
@@ -107,7 +109,7 @@ mod tests {
     fn elder() -> Ownership {
         let mut ownership = Ownership::new(0);
         for second in 0..10 {
-            assert_eq!(ownership.answered(at(second * 1_000), 3, false), Owner::We);
+            assert_eq!(ownership.answered(at(second * 1_000), 3, 1, 0), Owner::We);
         }
         ownership
     }
@@ -119,8 +121,8 @@ mod tests {
             let patience = 2 + 3 * chance;
             for loss in 1..=patience {
                 let expected = if loss < patience { Owner::Contested } else { Owner::Other };
-                assert_eq!(ownership.answered(at(loss * 10), 1, true), expected);
-                assert_eq!(ownership.answered(at(loss * 10 + 5), 0, false), expected);
+                assert_eq!(ownership.answered(at(loss * 10), 1, 1, 1), expected);
+                assert_eq!(ownership.answered(at(loss * 10 + 5), 0, 1, 0), expected);
             }
         }
     }
@@ -129,13 +131,13 @@ mod tests {
     fn the_elder_stays_while_the_other_may_go_and_goes_when_it_does_not() {
         let mut ownership = elder();
         for ms in (10_000..20_000).step_by(500) {
-            assert_eq!(ownership.answered(at(ms), 1, true), Owner::Contested);
+            assert_eq!(ownership.answered(at(ms), 1, 1, 1), Owner::Contested);
         }
-        assert_eq!(ownership.answered(at(20_000), 1, true), Owner::Other);
+        assert_eq!(ownership.answered(at(20_000), 1, 1, 1), Owner::Other);
         let mut ownership = elder();
-        assert_eq!(ownership.answered(at(10_000), 1, true), Owner::Contested);
-        assert_eq!(ownership.answered(at(30_000), 1, false), Owner::Contested);
-        assert_eq!(ownership.answered(at(40_001), 1, false), Owner::We);
+        assert_eq!(ownership.answered(at(10_000), 1, 1, 1), Owner::Contested);
+        assert_eq!(ownership.answered(at(30_000), 1, 1, 0), Owner::Contested);
+        assert_eq!(ownership.answered(at(40_001), 1, 1, 0), Owner::We);
     }
 
     #[test]
@@ -143,10 +145,20 @@ mod tests {
         let mut ownership = Ownership::new(0);
         for ms in 0..100 {
             ownership.answer_lost();
-            assert_eq!(ownership.answered(at(ms), 0, false), Owner::We);
-            assert_eq!(ownership.answered(at(ms), 5, true), Owner::We);
-            assert_eq!(ownership.answered(at(ms), 1_024, true), Owner::We);
+            assert_eq!(ownership.answered(at(ms), 0, 1, 0), Owner::We);
+            assert_eq!(ownership.answered(at(ms), 5, 1, 1), Owner::We);
+            assert_eq!(ownership.answered(at(ms), 1_024, 1, 1), Owner::We);
         }
-        assert_eq!(ownership.answered(at(100), 5, true), Owner::Contested);
+        assert_eq!(ownership.answered(at(100), 5, 1, 1), Owner::Contested);
+    }
+
+    #[test]
+    fn what_a_lost_answer_took_from_each_rank_accuses_nobody_whenever_it_shows() {
+        let mut ownership = Ownership::new(0);
+        ownership.answer_lost();
+        for rank in 0..8 {
+            assert_eq!(ownership.answered(at(rank), 1, 1 << rank, 1 << rank), Owner::We, "rank {rank}");
+        }
+        assert_eq!(ownership.answered(at(8), 1, 1, 1), Owner::Contested, "each is excused once");
     }
 }

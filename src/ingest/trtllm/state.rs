@@ -5,7 +5,7 @@
 //!
 //! **Told apart.** A block whose engine key is not that of its plain tokens after its parent belongs to an adapter, a
 //! salt or an image, which the events may not say; so does all that follows it. Such blocks are linked and match no
-//! prompt. `v1_block_key` can always be recomputed. Keys of the V2 manager differ between its builds, so blocks are
+//! prompt, unless the event tells a salt that makes just this key: then they match the prompts of that salt. `v1_block_key` can always be recomputed. Keys of the V2 manager differ between its builds, so blocks are
 //! believed to be plain until one was recomputed; from then on those that differ are told apart too.
 //!
 //! **Pools.** A model with sliding windows announces a block once per window or layer group, under one key. Only the
@@ -21,9 +21,10 @@
 
 #![forbid(unsafe_code)]
 
-use shards::block::PageChain;
-use shards::block::trtllm::{V1Block, v2_root};
+use shards::block::trtllm::{V1Block, salt_id, std_salt_id, tokens_root, v2_root};
 use shards::ids::BlockKey;
+use shards::inventory::Medium;
+use shards::service::MediumWeights;
 
 use super::super::events::Reject;
 use super::json::{Body, EngineKey, Event, KeyAlgo, Pool, Stored};
@@ -38,6 +39,14 @@ pub(crate) enum Op {
     Remove(u8, BlockKey),
     /// The rank has nothing now.
     Clear(u8),
+    /// The rank has the block in the medium or a nearer one now, or has it there no longer.
+    Wide {
+        rank: u8,
+        /// Never device memory.
+        medium: Medium,
+        key: BlockKey,
+        held: bool,
+    },
 }
 
 /// Where an event stands in its rank's sequence.
@@ -60,6 +69,8 @@ pub(crate) struct Tally {
     pub(crate) events: u64,
     /// Plain full blocks announced.
     pub(crate) stored: u64,
+    /// Those of them that begin a prompt.
+    pub(crate) first_blocks: u64,
     /// Blocks removed, those below a removed one included.
     pub(crate) removed: u64,
     /// Blocks whose parent is not known: they match nothing.
@@ -97,12 +108,15 @@ struct RankState {
     last: Option<u64>,
     pool: Option<Pool>,
     tree: Tree,
+    /// Slower media that it has had blocks in, of those that have weight.
+    media: Vec<Medium>,
 }
 
 /// The state of one engine.
 #[derive(Debug)]
 pub(crate) struct State {
     block_tokens: usize,
+    weights: MediumWeights,
     keys_max: usize,
     ranks: Vec<RankState>,
     /// A key of the V2 manager was recomputed.
@@ -115,8 +129,9 @@ pub(crate) struct State {
 }
 
 /// Why a block counts as plain or not.
-struct Signs {
+struct Signs<'a> {
     marked: bool,
+    salt: Option<&'a str>,
     algo: KeyAlgo,
 }
 
@@ -125,6 +140,7 @@ impl State {
     pub(crate) fn new(block_tokens: u32, keys_max: usize) -> Self {
         State {
             block_tokens: block_tokens as usize,
+            weights: MediumWeights::default(),
             keys_max,
             ranks: Vec::new(),
             v2_proven: false,
@@ -132,6 +148,11 @@ impl State {
             distinct: 0,
             tally: Tally::default(),
         }
+    }
+
+    /// Counts blocks in the media that have weight, from now on.
+    pub(crate) fn weigh(self, weights: MediumWeights) -> Self {
+        State { weights, ..self }
     }
 
     pub(crate) fn tally(&self) -> &Tally {
@@ -208,7 +229,7 @@ impl State {
 
     /// Takes back all that counts. The tree is out of its place: what other ranks have is what is left.
     fn withdraw(&mut self, rank: u8, tree: &mut Tree, op: &mut impl FnMut(Op)) {
-        let mut any = false;
+        let mut any = !std::mem::take(&mut self.rank(rank).media).is_empty();
         for node in tree.nodes_mut().filter(|node| node.counts()) {
             any = true;
             self.distinct -= u64::from(!self.ranks.iter().any(|other| has(other, node.key)));
@@ -259,7 +280,7 @@ impl State {
         };
         let last = stored.blocks.len().saturating_sub(1);
         for (place, block) in stored.blocks.iter().enumerate() {
-            let marked = !block.text_only || block.has_lora || block.cache_salt.is_some();
+            let (marked, salt) = (!block.text_only || block.has_lora, block.cache_salt.as_deref());
             let size = block.tokens.len();
             if size > self.block_tokens || (size < self.block_tokens && place < last) {
                 self.tally.size_mismatches += 1;
@@ -267,7 +288,7 @@ impl State {
                 self.tally.orphans += (last - place) as u64;
                 return;
             }
-            let signs = Signs { marked, algo };
+            let signs = Signs { marked, salt, algo };
             let node = self.linked(rank, parent, block.key, &block.tokens, &signs);
             let node = Node { level: level(block.level), ..node };
             parent = Some(self.hold(rank, node, parent, op));
@@ -299,11 +320,12 @@ impl State {
     }
 
     /// What a block of these tokens after its parent is.
-    fn linked(&mut self, rank: u8, parent: Option<NodeId>, key: EngineKey, tokens: &[u32], signs: &Signs) -> Node {
+    fn linked(&mut self, rank: u8, parent: Option<NodeId>, key: EngineKey, tokens: &[u32], signs: &Signs<'_>) -> Node {
         let parent = parent.map(|parent| self.rank(rank).tree.node(parent).clone());
+        let salt = signs.salt.map(salt_id);
         let mut node = Node {
             key,
-            own: parent.as_ref().map_or_else(PageChain::root, |parent| parent.own),
+            own: parent.as_ref().map_or_else(|| tokens_root(signs.salt), |parent| parent.own),
             engine: None,
             kind: Kind::Plain,
             level: 0,
@@ -317,11 +339,14 @@ impl State {
         let fits = match signs.algo {
             KeyAlgo::V1 => {
                 let before = parent.as_ref().map_or(0, |parent| parent.key.0);
-                V1Block { parent: before, tokens, ..V1Block::default() }.key() == key.0
+                // Builds differ in what they make of a salt.
+                [salt, signs.salt.map(std_salt_id)]
+                    .into_iter()
+                    .any(|salt| V1Block { parent: before, tokens, salt, ..V1Block::default() }.key() == key.0)
             }
             KeyAlgo::V2 => {
                 let before = match &parent {
-                    None => Some(Box::new(v2_root(None, None))),
+                    None => Some(Box::new(v2_root(None, salt))),
                     Some(parent) => parent.engine.clone(),
                 };
                 let fits = before.is_some_and(|mut chain| {
@@ -330,9 +355,9 @@ impl State {
                     fits
                 });
                 self.v2_proven |= fits && !signs.marked;
-                fits || !self.v2_proven
+                fits || (!self.v2_proven && salt.is_none())
             }
-            KeyAlgo::Unknown => true,
+            KeyAlgo::Unknown => salt.is_none(),
         };
         if signs.marked || !fits || parent.is_some_and(|parent| parent.kind == Kind::Foreign) {
             node.kind = Kind::Foreign;
@@ -354,7 +379,10 @@ impl State {
             }
         };
         match self.ranks[usize::from(rank)].tree.node(id).kind {
-            Kind::Plain => self.tally.stored += 1,
+            Kind::Plain => {
+                self.tally.stored += 1;
+                self.tally.first_blocks += u64::from(parent.is_none());
+            }
             Kind::Foreign => self.tally.foreign += 1,
             Kind::Partial => self.tally.partial += 1,
         }
@@ -367,9 +395,42 @@ impl State {
         if std::mem::replace(&mut node.present, true) {
             return;
         }
-        if node.counts() {
-            let (key, own) = (node.key, node.own_key());
+        let (medium, key, own) = (node.medium(), node.key, node.own_key());
+        if medium == Some(Medium::Device) {
             self.counts(rank, key, own, op);
+        }
+        self.moved_between(rank, None, medium, own, op);
+    }
+
+    /// Tells the holders of slower media of a block that lies elsewhere now.
+    fn moved_between(
+        &mut self,
+        rank: u8,
+        before: Option<Medium>,
+        now: Option<Medium>,
+        own: BlockKey,
+        op: &mut impl FnMut(Op),
+    ) {
+        let state = &mut self.ranks[usize::from(rank)];
+        let within = |at: Option<Medium>, medium: Medium| at.is_some_and(|at| at <= medium);
+        for medium in state.media.iter().copied() {
+            let held = within(now, medium);
+            if within(before, medium) != held {
+                op(Op::Wide { rank, medium, key: own, held });
+            }
+        }
+        let Some(medium) = now.filter(|medium| !state.media.contains(medium)) else { return };
+        let weight = match medium {
+            Medium::Device => 0,
+            Medium::Cpu => self.weights.cpu,
+            Medium::Storage => self.weights.storage,
+        };
+        if weight > 0 {
+            state.media.push(medium);
+            // What lies nearer counts there too.
+            for node in state.tree.nodes_mut().filter(|node| within(node.medium(), medium)) {
+                op(Op::Wide { rank, medium, key: node.own_key(), held: true });
+            }
         }
     }
 
@@ -404,6 +465,7 @@ impl State {
             if node.counts() {
                 self.counts_no_more(rank, node.key, node.own_key(), op);
             }
+            self.moved_between(rank, node.medium(), None, node.own_key(), op);
         });
         self.rank(rank).tree = tree;
         self.linked -= gone as usize;
@@ -419,14 +481,16 @@ impl State {
 
     fn moved_to(&mut self, rank: u8, id: NodeId, to: u8, op: &mut impl FnMut(Op)) {
         let node = self.ranks[usize::from(rank)].tree.node_mut(id);
-        let counted = node.counts();
+        let before = node.medium();
         self.tally.moved += u64::from(std::mem::replace(&mut node.level, to) != to);
-        let (counts, key, own) = (node.counts(), node.key, node.own_key());
-        match (counted, counts) {
+        let (now, key, own) = (node.medium(), node.key, node.own_key());
+        let in_device = |medium| medium == Some(Medium::Device);
+        match (in_device(before), in_device(now)) {
             (true, false) => self.counts_no_more(rank, key, own, op),
             (false, true) => self.counts(rank, key, own, op),
             _ => {}
         }
+        self.moved_between(rank, before, now, own, op);
     }
 
     fn bound(&mut self, rank: u8, op: &mut impl FnMut(Op)) {
@@ -464,6 +528,7 @@ pub(super) fn check_any_events(events: &[Event]) {
                 Op::Store(rank, key) => _ = held.insert((rank, key.0)),
                 Op::Remove(rank, key) => _ = held.remove(&(rank, key.0)),
                 Op::Clear(rank) => held.retain(|(holder, _)| *holder != rank),
+                Op::Wide { .. } => unreachable!("slower media have no weight here"),
             });
             assert!(state.linked <= keys_max.max(1));
             assert_eq!(state.linked, state.ranks.iter().map(|rank| rank.tree.len()).sum::<usize>());

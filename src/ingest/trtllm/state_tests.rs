@@ -82,6 +82,7 @@ fn note(held: &mut BTreeSet<(u8, u64)>, op: Op) {
         Op::Store(rank, key) => assert!(held.insert((rank, key.0)), "stored twice"),
         Op::Remove(rank, key) => assert!(held.remove(&(rank, key.0)), "removed and not held"),
         Op::Clear(rank) => held.retain(|(holder, _)| *holder != rank),
+        Op::Wide { .. } => panic!("slower media have no weight here"),
     }
 }
 
@@ -279,6 +280,35 @@ fn a_block_in_host_memory_serves_no_prompt_until_it_is_back() {
 }
 
 #[test]
+fn a_block_in_host_memory_counts_behind_device_memory_where_it_has_weight() {
+    let mut state = State::new(SIZE, 1_000).weigh(shards::service::MediumWeights { cpu: 50, storage: 0 });
+    let (mut device, mut host) = (BTreeSet::new(), BTreeSet::new());
+    let mut drain = |body: &Value| {
+        for event in &drained(body).events {
+            state.apply(event, &mut |op| match op {
+                Op::Wide { rank, medium, key, held: true } => {
+                    assert_eq!(medium, Medium::Cpu);
+                    assert!(host.insert((rank, key.0)), "stored twice");
+                }
+                Op::Wide { rank, key, held: false, .. } => assert!(host.remove(&(rank, key.0)), "not held"),
+                Op::Clear(_) => {
+                    device.clear();
+                    host.clear();
+                }
+                op => note(&mut device, op),
+            });
+        }
+        (device.clone(), host.clone())
+    };
+    let mut body = case("created_then_stored_three_full_blocks")["input"]["body"].clone();
+    (body[0]["event_id"], body[1]["event_id"]) = (json!(4), json!(5));
+    assert_eq!(drain(&body), (own_keys(3), BTreeSet::new()), "one holder until something lies in the host's memory");
+    let (device, host) = drain(&case("updated_offload_gpu_to_host")["input"]["body"]);
+    assert_eq!((device.len(), host), (2, own_keys(3)));
+    assert_eq!(drain(&case("updated_priority_null")["input"]["body"]), (own_keys(3), own_keys(3)));
+}
+
+#[test]
 fn one_ranks_removal_hides_no_other_ranks_block() {
     let mut engine = Engine::new(1_000);
     engine.drain(&case("attention_dp_ranks_interleaved")["input"]["body"]);
@@ -286,11 +316,10 @@ fn one_ranks_removal_hides_no_other_ranks_block() {
 }
 
 #[test]
-fn blocks_of_adapters_salts_and_images_match_no_prompt() {
+fn blocks_of_adapters_images_and_salts_that_are_not_told_match_no_prompt() {
     for (name, foreign) in [
         ("lora_block_without_lora_id", 2),
         ("salted_block_without_salt_field", 2),
-        ("salted_block_with_salt_field", 2),
         ("v1_multimodal_block", 1),
         ("v2_multimodal_digest_token", 1),
     ] {
@@ -306,6 +335,46 @@ fn blocks_of_adapters_salts_and_images_match_no_prompt() {
     let salt = Some(salt_id(salted["expected"]["verifies_with_cache_salt"].as_str().unwrap()));
     let block = V1Block { tokens: &[1_000, 1_001, 1_002, 1_003], salt, ..V1Block::default() };
     assert_eq!(Some(block.key()), key);
+}
+
+#[test]
+fn blocks_of_a_salt_that_is_told_match_the_prompts_of_that_salt_alone() {
+    let salted = &case("salted_block_with_salt_field")["input"]["body"];
+    let mut engine = Engine::new(1_000);
+    engine.drain(salted);
+    let stored = engine.held.clone();
+    let blocks = salted[0]["data"]["blocks"].as_array().unwrap();
+    let salt = blocks[0]["cache_salt"].as_str().unwrap();
+    let tokens: Vec<u32> = blocks
+        .iter()
+        .flat_map(|block| {
+            block["tokens"].as_array().unwrap().iter().map(|token| token["token_id"].as_u64().unwrap() as u32)
+        })
+        .collect();
+    let asked = |salt: Option<&str>| {
+        let extras = PromptExtras { cache_salt: salt.map(str::to_owned), ..PromptExtras::default() };
+        let mut stream = KeyStream::new(&Contract::TrtllmTokens, &extras, NonZeroU32::new(SIZE).unwrap()).unwrap();
+        let mut rest = &tokens[..];
+        std::iter::from_fn(|| stream.next_key(&mut rest)).map(|key| (0, key.0)).collect::<BTreeSet<_>>()
+    };
+    assert_eq!((stored.len(), &asked(Some(salt))), (blocks.len(), &stored));
+    assert!(asked(None).is_disjoint(&stored) && asked(Some("another")).is_disjoint(&stored));
+    // The newest builds hash a salt in their C++ library's way.
+    let mut newest = salted.clone();
+    let mut parent = 0;
+    for (index, tokens) in tokens.chunks(SIZE as usize).enumerate() {
+        parent = V1Block { parent, tokens, salt: Some(std_salt_id(salt)), ..V1Block::default() }.key();
+        newest[0]["data"]["blocks"][index]["block_hash"] = json!(parent);
+    }
+    let mut engine = Engine::new(1_000);
+    engine.drain(&newest);
+    assert_eq!(engine.held, stored);
+    // A key that the salt does not make is of an adapter too.
+    let mut adapted = salted.clone();
+    adapted[0]["data"]["blocks"][0]["block_hash"] = json!(77);
+    let mut engine = Engine::new(1_000);
+    engine.drain(&adapted);
+    assert_eq!((engine.held.len(), engine.state.tally().foreign), (0, blocks.len() as u64));
 }
 
 #[test]

@@ -9,6 +9,7 @@
 use hashbrown::HashTable;
 use shards::block::PageChain;
 use shards::ids::BlockKey;
+use shards::inventory::Medium;
 
 use super::super::counts::hash;
 use super::json::EngineKey;
@@ -38,9 +39,9 @@ pub(super) struct Node {
 /// What a block is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Full, of plain tokens after plain blocks: prompts can match it.
+    /// Full, of plain tokens after plain blocks, or of one salt's: prompts can match it.
     Plain,
-    /// Full, of an adapter, a salt or an image, or after such a block.
+    /// Full, of an adapter, an image or a salt that is not told, or after such a block.
     Foreign,
     /// Not full: remembered so that its removal surprises nobody.
     Partial,
@@ -53,9 +54,18 @@ impl Node {
         BlockKey(head.map_or(0, |head| u64::from_be_bytes(*head)))
     }
 
+    /// Where a prompt is served by it from; none where by nothing.
+    pub(super) fn medium(&self) -> Option<Medium> {
+        (self.present && self.kind == Kind::Plain).then_some(match self.level {
+            0 => Medium::Device,
+            1 => Medium::Cpu,
+            _ => Medium::Storage,
+        })
+    }
+
     /// Whether a prompt is served by it from device memory.
     pub(super) fn counts(&self) -> bool {
-        self.present && self.kind == Kind::Plain && self.level == 0
+        self.medium() == Some(Medium::Device)
     }
 }
 

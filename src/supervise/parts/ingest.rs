@@ -17,17 +17,13 @@ use crate::config::Config;
 use crate::cores::Plan;
 use crate::discovery::ServiceFacts;
 use crate::ingest::{
-    Bearer, Believed, DrainFrom, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources,
-    StreamStatus,
+    Believed, DrainFrom, DrainStatus, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources,
+    StateOptions, StreamName, StreamStatus,
 };
 use crate::rules::{EventPlace, EventSource, contract};
 use crate::supervise::Entry;
 
 use super::PartError;
-
-/// Pauses between two drains of a TensorRT-LLM engine: the shorter while events come.
-const DRAIN_POLL_MIN: Duration = Duration::from_millis(5);
-const DRAIN_POLL_MAX: Duration = Duration::from_millis(20);
 
 /// The way to ingest: changes of subscriptions, and the state of event streams.
 #[derive(Clone, Debug)]
@@ -38,9 +34,21 @@ impl IngestPart {
         let options = IngestOptions {
             cores: plan.ingest.clone(),
             max_blocks_per_endpoint: config.kv_defaults.max_blocks as usize,
+            state: config
+                .state_directory
+                .clone()
+                .map(|directory| StateOptions { directory, period: config.state_period }),
             ..IngestOptions::new(Arc::clone(loads))
         };
         Ok(IngestPart(Arc::new(Ingest::start(options).map_err(PartError::IngestStart)?)))
+    }
+
+    /// Stops ingest, and waits until what engines hold is written.
+    pub(super) async fn stop(self) {
+        // It joins threads; a second signal is to be heard meanwhile.
+        if let Err(error) = tokio::task::spawn_blocking(move || self.0.stop()).await {
+            error!(%error, "ingest did not stop");
+        }
     }
 
     pub(crate) fn add(&self, entry: &Entry, writer: Writer) {
@@ -64,6 +72,11 @@ impl IngestPart {
         self.0.status()
     }
 
+    /// State of every drain.
+    pub(crate) fn drains(&self) -> Vec<DrainStatus> {
+        self.0.drains()
+    }
+
     /// State of every event stream, for the API.
     #[must_use]
     pub fn report(&self) -> Vec<Value> {
@@ -74,12 +87,22 @@ impl IngestPart {
     pub(crate) fn encode(&self, families: &mut Families<'_>) -> std::fmt::Result {
         type Read = fn(&StreamStatus) -> u64;
         let streams = self.0.status();
-        let gauges: [(&str, &str, Read); 3] = [
+        let gauges: [(&str, &str, Read); 5] = [
             ("loxilb_kv_subscriber_connected", "Whether a publisher is connected", |s| u64::from(s.connected)),
             ("loxilb_kv_inventory_fresh", "Whether the rank's blocks count for routing", |s| u64::from(s.eligible)),
+            (
+                "kvlane_kv_degraded",
+                "Whether some of the rank's blocks are unproven after a restart of the gateway",
+                |s| u64::from(s.degraded),
+            ),
             ("loxilb_kv_last_event_timestamp_seconds", "When the last batch was applied", |s| {
                 s.last_event_ms.unwrap_or(0) / 1000
             }),
+            (
+                "kvlane_kv_lag_microseconds",
+                "Age of the last live batch when it was applied, by the engine's clock",
+                |s| s.lag_us,
+            ),
         ];
         for (name, help, read) in gauges {
             families.gauge(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
@@ -99,7 +122,10 @@ impl IngestPart {
         for (name, help, read) in counters {
             families.counter(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
         }
+        encode_state(families, &streams)?;
         encode_parity(families, &streams)?;
+        encode_use(families, &streams, &self.0.drains())?;
+        encode_drains(families, &self.0.drains())?;
         let rejects = streams.iter().flat_map(|stream| {
             stream.rejects.iter().map(move |(why, count)| {
                 let mut labels = labels(stream);
@@ -109,6 +135,46 @@ impl IngestPart {
         });
         families.counter("loxilb_kv_wire_reject", "What of the engine's messages was not taken", rejects)
     }
+}
+
+/// What was remembered over a restart, and what engines' `usage` said of it.
+fn encode_state(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::fmt::Result {
+    type Read = fn(&StreamStatus) -> u64;
+    let started = streams.iter().filter_map(|stream| {
+        let mut labels = labels(stream);
+        labels.push(("with", stream.started?.name().to_owned()));
+        Some((labels, 1))
+    });
+    families.gauge("kvlane_kv_started", "What the rank's inventory began with", started)?;
+    let counters: [(&str, &str, Read); 5] = [
+        ("kvlane_kv_restored_blocks", "Blocks taken up from state files", |s| s.restored),
+        ("kvlane_kv_withdrawn_blocks", "Unproven blocks that the engine's usage denied", |s| s.withdrawn),
+        ("kvlane_kv_adopted_blocks", "Blocks taken in because the engine's usage reported them cached", |s| s.adopted),
+        ("kvlane_kv_state_writes", "State files written", |s| s.state_writes),
+        ("kvlane_kv_state_failures", "State files not written, or not taken up", |s| s.state_failures),
+    ];
+    for (name, help, read) in counters {
+        families.counter(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
+    }
+    Ok(())
+}
+
+/// Parity by use of every endpoint, by whichever way its events come.
+fn encode_use(families: &mut Families<'_>, streams: &[StreamStatus], drains: &[DrainStatus]) -> std::fmt::Result {
+    // The counts are the endpoint's: its first rank tells them.
+    let first = streams.iter().filter(|stream| stream.name.rank == Rank(0));
+    let endpoints = first.map(|stream| (&stream.name, stream.by_use));
+    let endpoints: Vec<_> = endpoints.chain(drains.iter().map(|drain| (&drain.name, drain.by_use))).collect();
+    let fulfilled = endpoints.iter().map(|(name, by_use)| (labels_of(name), by_use.fulfilled));
+    families.counter("kvlane_parity_predictions_fulfilled", "Prompts whose blocks the engine held", fulfilled)?;
+    let missed = endpoints.iter().map(|(name, by_use)| (labels_of(name), by_use.missed));
+    families.counter("kvlane_parity_predictions_missed", "Prompts whose blocks the engine did not hold", missed)?;
+    let alarms = endpoints.iter().filter_map(|(name, by_use)| {
+        let mut labels = labels_of(name);
+        labels.push(("leg", by_use.alarm?.name().to_owned()));
+        Some((labels, 1))
+    });
+    families.gauge("kvlane_parity_alarm", "What a run of missed predictions points to", alarms)
 }
 
 /// The verdicts on the engines' keys: one series per rank for its verdict, and one per leg at fault.
@@ -124,16 +190,51 @@ fn encode_parity(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::
     let faults = judged().flat_map(|(stream, finding)| finding.faults.iter().map(move |leg| (stream, leg)));
     let faults = faults.map(|(stream, leg)| with(stream, "leg", leg.name()));
     families.gauge("kvlane_parity_fault", "What differs between the rule and the engine", faults)?;
-    // The counts are the endpoint's: its first rank tells them.
-    let endpoints = || streams.iter().filter(|stream| stream.name.rank == Rank(0));
-    let fulfilled = endpoints().map(|stream| (labels(stream), stream.by_use.fulfilled));
-    families.counter("kvlane_parity_predictions_fulfilled", "Prompts whose blocks the engine held", fulfilled)?;
-    let missed = endpoints().map(|stream| (labels(stream), stream.by_use.missed));
-    families.counter("kvlane_parity_predictions_missed", "Prompts whose blocks the engine did not hold", missed)?;
-    let alarms = endpoints().filter_map(|stream| Some(with(stream, "leg", stream.by_use.alarm?.name())));
-    families.gauge("kvlane_parity_alarm", "What a run of missed predictions points to", alarms)?;
     let orphans = streams.iter().map(|stream| (labels(stream), stream.orphans));
     families.counter("kvlane_parity_orphans", "Blocks whose beginning was never announced to us", orphans)
+}
+
+/// The drains of TensorRT-LLM engines.
+fn encode_drains(families: &mut Families<'_>, drains: &[DrainStatus]) -> std::fmt::Result {
+    type Read = fn(&DrainStatus) -> u64;
+    let labels = |drain: &DrainStatus| -> Labels {
+        vec![
+            ("service", drain.name.service.0.to_string()),
+            ("ep_idx", drain.name.endpoint.0.to_string()),
+            ("ep", drain.name.label.clone()),
+        ]
+    };
+    let phases = drains.iter().map(|drain| {
+        let mut labels = labels(drain);
+        labels.push(("phase", drain.phase.name().to_owned()));
+        (labels, 1)
+    });
+    families.gauge("kvlane_drain_phase", "Where the drain of the engine's events stands", phases)?;
+    let gauges: [(&str, &str, Read); 2] = [
+        (
+            "kvlane_drain_second_drainer",
+            "Whether another consumer takes the engine's events (1: suspected, 2: detected)",
+            |d| d.second_drainer() as u64,
+        ),
+        ("kvlane_drain_last_poll_timestamp_seconds", "When the engine last answered the drain", |d| {
+            d.last_poll_ms.unwrap_or(0) / 1000
+        }),
+    ];
+    for (name, help, read) in gauges {
+        families.gauge(name, help, drains.iter().map(|drain| (labels(drain), read(drain))))?;
+    }
+    let counters: [(&str, &str, Read); 6] = [
+        ("kvlane_drain_answers", "Answers with a list of events", |d| d.answers),
+        ("kvlane_drain_answers_lost", "Answers that never arrived whole", |d| d.answers_lost),
+        ("kvlane_drain_errors", "Answers of another kind", |d| d.errors),
+        ("kvlane_drain_events", "Events understood", |d| d.events),
+        ("kvlane_drain_lost", "Events lost, as their numbers say", |d| d.lost),
+        ("kvlane_drain_ownership_faults", "Losses that only a second consumer explains", |d| d.ownership_faults),
+    ];
+    for (name, help, read) in counters {
+        families.counter(name, help, drains.iter().map(|drain| (labels(drain), read(drain))))?;
+    }
+    Ok(())
 }
 
 fn report(result: Result<(), crate::ingest::Error>) {
@@ -143,7 +244,7 @@ fn report(result: Result<(), crate::ingest::Error>) {
 }
 
 /// The event sources of a rule's endpoints; those whose name has no address have none for now.
-fn sources(entry: &Entry) -> ServiceSources {
+pub(in crate::supervise) fn sources(entry: &Entry) -> ServiceSources {
     let ranks = entry.rule.kv.as_ref().map_or(0, |kv| kv.ranks);
     let endpoints = entry.places.iter().filter_map(|place| {
         let endpoint = &entry.rule.endpoints[place.in_rule?];
@@ -154,13 +255,15 @@ fn sources(entry: &Entry) -> ServiceSources {
             shared: Arc::clone(&place.shared),
             label: endpoint.to_string(),
             ranks: ranks.collect(),
-            drain: drain(entry, address),
+            // An engine that pushes its events hands out none.
+            drain: if endpoint.events.is_none() { drain(entry, address) } else { None },
         })
     });
     ServiceSources {
         id: entry.id,
         engine: entry.rule.engine,
         block_tokens: entry.rule.kv.as_ref().map_or(0, |kv| kv.block_tokens),
+        weights: entry.rule.kv.as_ref().map(|kv| kv.weights).unwrap_or_default(),
         believed: believed(entry).map(Arc::new),
         endpoints: endpoints.collect(),
     }
@@ -168,12 +271,9 @@ fn sources(entry: &Entry) -> ServiceSources {
 
 /// The drain of a TensorRT-LLM engine: its serving port tells its events, each once.
 fn drain(entry: &Entry, address: SocketAddr) -> Option<DrainFrom> {
-    if entry.rule.engine != Engine::Trtllm || entry.rule.kv.is_none() {
-        return None;
-    }
-    let authorization = entry.rule.engine_token.as_ref().map(|token| token.authorization());
-    let bearer = authorization.as_deref().and_then(|value| Bearer::new(value.strip_prefix("Bearer ")?));
-    Some(DrainFrom { address, poll_min: DRAIN_POLL_MIN, poll_max: DRAIN_POLL_MAX, bearer })
+    let poll = entry.rule.kv.as_ref().filter(|_| entry.rule.engine == Engine::Trtllm)?.drain_poll;
+    let [poll_min, poll_max] = [poll.min_ms, poll.max_ms].map(|ms| Duration::from_millis(ms.into()));
+    Some(DrainFrom { address, poll_min, poll_max, token: entry.rule.engine_token.clone() })
 }
 
 /// What a rule says of its engines' keys; none for engines whose keys are not looked at. Releases are left out of it:
@@ -189,7 +289,8 @@ fn believed(entry: &Entry) -> Option<Believed> {
             tagging,
         }),
         Contract::Sglang(contract) => Some(Believed::Sglang(contract)),
-        Contract::Derived | Contract::TrtllmTokens | Contract::TrtllmV1 => None,
+        Contract::TrtllmTokens => Some(Believed::Tokens),
+        Contract::Derived | Contract::TrtllmV1 => None,
     }
 }
 
@@ -209,11 +310,15 @@ fn rank_source(events: &EventSource, address: SocketAddr, rank: u8) -> RankSourc
 }
 
 fn labels(stream: &StreamStatus) -> Labels {
+    labels_of(&stream.name)
+}
+
+fn labels_of(name: &StreamName) -> Labels {
     vec![
-        ("service", stream.name.service.0.to_string()),
-        ("ep_idx", stream.name.endpoint.0.to_string()),
-        ("ep", stream.name.label.clone()),
-        ("rank", stream.name.rank.0.to_string()),
+        ("service", name.service.0.to_string()),
+        ("ep_idx", name.endpoint.0.to_string()),
+        ("ep", name.label.clone()),
+        ("rank", name.rank.0.to_string()),
     ]
 }
 
@@ -241,6 +346,14 @@ fn show(stream: &StreamStatus) -> Value {
         "rejects": rejects,
         "engine_block_tokens": stream.engine_block_tokens,
         "last_event_ms": stream.last_event_ms,
+        "started": stream.started.map(|started| started.name()),
+        "degraded": stream.degraded,
+        "restored": stream.restored,
+        "withdrawn_by_usage": stream.withdrawn,
+        "adopted_by_usage": stream.adopted,
+        "state_writes": stream.state_writes,
+        "state_failures": stream.state_failures,
+        "lag_us": stream.lag_us,
         "replay": match stream.replay {
             Replay::Untried => "untried",
             Replay::Works => "works",

@@ -7,16 +7,9 @@ use crate::block::vectors::{self, hex, u64_text, unhex};
 use crate::block::{Contract, ContractError, KeyStream, Lora, MmItem, PromptExtras};
 
 /// Cases that are no block key that a gateway can make, with the reason.
-const LISTED: [(&str, &str); 5] = [
-    ("v1_cpp_std_hash_salt_a_tpb4", STD_HASH),
-    ("v1_cpp_std_hash_salt_b_tpb4", STD_HASH),
-    ("disagg_auth_opaque_only", SIGNATURE),
-    ("disagg_auth_endpoint_only", SIGNATURE),
-    ("disagg_auth_both", SIGNATURE),
-];
-const STD_HASH: &str = "the salt goes through the C++ library's own hash, which differs from build to build; events \
-                        bring the salt as text";
-const SIGNATURE: &str = "no block key: the signature of a prefill/decode request, which belongs to the legs of P/D";
+const LISTED: [(&str, &str); 3] =
+    [("disagg_auth_opaque_only", SIGNATURE), ("disagg_auth_endpoint_only", SIGNATURE), ("disagg_auth_both", SIGNATURE)];
+const SIGNATURE: &str = "no block key: the signature of a prefill/decode request; rules with such pools are refused";
 
 fn hash32(text: &Value) -> [u8; 32] {
     unhex(text.as_str().expect("hex")).try_into().expect("32 bytes")
@@ -92,6 +85,19 @@ fn check_prompt(case: &Value) -> usize {
     check_v1(case, keyed)
 }
 
+/// Salts through the C++ library's hash.
+fn check_std(case: &Value) -> usize {
+    let salt = case["input"]["cache_salt"].as_str().map(std_salt_id);
+    let hashes = case["expected"]["block_hashes"].as_array().expect("block_hashes");
+    let tokens = vectors::tokens(&case["input"]["tokens"]);
+    let mut parent = 0;
+    for (tokens, hash) in tokens.chunks(4).zip(hashes) {
+        parent = V1Block { parent, tokens, salt, ..V1Block::default() }.key();
+        assert_eq!(parent, u64_text(hash), "{}", case["name"]);
+    }
+    hashes.len()
+}
+
 fn check_v2(case: &Value) -> usize {
     let (name, inputs, expected) = (case["name"].as_str().expect("name"), &case["input"], &case["expected"]);
     let salt = inputs["salt_id"].is_string().then(|| u64_text(&inputs["salt_id"]));
@@ -136,18 +142,19 @@ fn v2_token(value: &Value) -> V2Token {
 fn every_vector_is_reproduced_or_listed() {
     let file = vectors::load("trtllm_hash.json");
     let cases = file.as_array().expect("cases");
-    let (mut v1, mut prompts, mut v2) = ((0, 0), (0, 0), (0, 0));
+    let (mut v1, mut prompts, mut v2, mut std) = ((0, 0), (0, 0), (0, 0), (0, 0));
     let mut listed = Vec::new();
     for case in cases {
         match case["algo"].as_str().expect("algo") {
             "v1_block_key" => v1 = (v1.0 + 1, v1.1 + check_v1(case, &vectors::tokens(&case["input"]["tokens"]))),
             "v1_block_key_prompt" => prompts = (prompts.0 + 1, prompts.1 + check_prompt(case)),
+            "v1_block_key_std_hash_salt" => std = (std.0 + 1, std.1 + check_std(case)),
             "v2_sha256" => v2 = (v2.0 + 1, v2.1 + check_v2(case)),
             _ => listed.push(case["name"].as_str().expect("name")),
         }
     }
     assert_eq!(listed, LISTED.map(|(name, _)| name), "exactly the cases listed are left out");
-    assert_eq!((v1, prompts, v2), ((29, 59), (8, 14), (9, 14)));
+    assert_eq!((v1, prompts, v2, std), ((29, 59), (8, 14), (9, 14), (2, 4)));
     assert_eq!(cases.len(), 51, "the file lost cases, or grew");
 }
 
@@ -164,7 +171,7 @@ fn the_gateways_own_keys_are_the_chain_of_tokens() {
 }
 
 #[test]
-fn prompts_that_tokens_alone_do_not_key_are_refused() {
+fn prompts_that_tokens_and_a_salt_do_not_key_are_refused() {
     let block = NonZeroU32::new(4).expect("not 0");
     let refused = |contract: Contract, extras: PromptExtras| KeyStream::new(&contract, &extras, block).err();
     let lora = || Some(Lora { name: "sql".into(), path: None, id: None });
@@ -173,7 +180,7 @@ fn prompts_that_tokens_alone_do_not_key_are_refused() {
     let unkeyed = |what| Some(ContractError::Unkeyed { what });
     let tokens = Contract::TrtllmTokens;
     assert_eq!(refused(tokens, PromptExtras { lora: lora(), ..plain() }), unkeyed("LoRA adapter"));
-    assert_eq!(refused(tokens, PromptExtras { cache_salt: salt(), ..plain() }), unkeyed("cache salt"));
+    assert_eq!(refused(tokens, PromptExtras { cache_salt: salt(), ..plain() }), None);
     assert_eq!(refused(tokens, PromptExtras { cache_salt: Some(String::new()), ..plain() }), None);
     let v1 = Contract::TrtllmV1;
     let id_missing = Some(ContractError::LoraId { name: "sql".into() });
