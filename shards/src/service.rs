@@ -126,6 +126,8 @@ pub struct KvExact {
     pub chat_template_kwargs: Option<Arc<str>>,
     /// Whether engines put a BOS token before texts (`kvAddBos`); none = as the model's files say.
     pub add_bos: Option<bool>,
+    /// How engines are asked for the ids of chats that they render in code (`kvEngineRender`); none = they are not.
+    pub engine_render: Option<EngineRender>,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -151,6 +153,29 @@ impl KvExact {
             template: self.chat_template.as_ref(),
             kwargs: self.chat_template_kwargs.as_deref(),
             add_bos: self.add_bos,
+        }
+    }
+}
+
+/// How engines are asked for the ids of a chat (`kvEngineRender`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EngineRender {
+    /// `render`: vLLM's `/v1/…/render` paths, which take the whole request (0.30 and later: `--enable-scale-out`).
+    Render,
+    /// `tokenize`: `POST /tokenize` of vLLM and SGLang; requests with members it does not look at are not asked.
+    Tokenize,
+}
+
+impl EngineRender {
+    /// Both ways.
+    pub const ALL: [EngineRender; 2] = [EngineRender::Render, EngineRender::Tokenize];
+
+    /// The value in rules.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            EngineRender::Render => "render",
+            EngineRender::Tokenize => "tokenize",
         }
     }
 }

@@ -13,7 +13,7 @@ use shards::block::{Contract, HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ShardId};
 use shards::inventory::{self, Writer};
 use shards::prompt::{Api, Entry, Job, Keying, Model, ModelFiles, ModelTable, Rendering, Step};
-use shards::service::{self, KvExact, MediumWeights, MissReason, Tables};
+use shards::service::{self, EngineRender, KvExact, MediumWeights, MissReason, Tables};
 use shards::shard::Command;
 use support::*;
 
@@ -55,6 +55,15 @@ fn keys_under(model: &Arc<Model>, body: &[u8], contract: &Contract) -> Vec<Block
 
 /// A gateway whose one rule routes by KV cache; the writer is its inventory's.
 fn gateway(rung: shards::executor::Rung, model: &Arc<Model>, engines: &[&Engine]) -> (Gateway, Writer) {
+    gateway_asking(rung, model, engines, None)
+}
+
+fn gateway_asking(
+    rung: shards::executor::Rung,
+    model: &Arc<Model>,
+    engines: &[&Engine],
+    engine_render: Option<EngineRender>,
+) -> (Gateway, Writer) {
     let (writer, factory) = inventory::new(&inventory::Options { blocks_expected: 100_000 });
     let addresses: Vec<_> = engines.iter().map(|engine| engine.address).collect();
     let mut gateway = Gateway::start(rung, limits(), &addresses);
@@ -69,6 +78,7 @@ fn gateway(rung: shards::executor::Rung, model: &Arc<Model>, engines: &[&Engine]
         chat_template: None,
         chat_template_kwargs: None,
         add_bos: None,
+        engine_render,
         min_match_tokens: 16,
         spill_relief: false,
         mean_load_factor: 175,
@@ -203,5 +213,91 @@ fn long_prompts_neither_stop_their_neighbours_nor_outlive_their_clients() {
         );
         eventually("the load of those who left is given back", || gateway.in_flight() == 0);
         gateway.stop();
+    }
+}
+
+/// An engine that answers questions with a status and a body, and everything else with its name. An empty body: the
+/// question is never answered.
+fn told(name: &'static str, status: u16, body: &'static str) -> Engine {
+    Engine::start(move |served| {
+        if !served.request.head.starts_with("POST /tokenize ") {
+            served.client.send(answer(name));
+            return true;
+        }
+        if body.is_empty() {
+            return served.client.read_message().is_some();
+        }
+        let length = body.len();
+        served.client.send(format!("HTTP/1.1 {status} X\r\nContent-Length: {length}\r\n\r\n{body}"));
+        false
+    })
+}
+
+fn questions(engines: &[&Engine]) -> usize {
+    let asked = |engine: &&Engine| {
+        engine.heads.lock().expect("no panic").iter().filter(|head| head.starts_with("POST /tokenize ")).count()
+    };
+    engines.iter().map(asked).sum()
+}
+
+/// A chat of the demo's model, which has no template: only an engine knows its text.
+fn chat(text: &str) -> Vec<u8> {
+    serde_json::json!({"model": "m", "messages": [{"role": "user", "content": text}]}).to_string().into_bytes()
+}
+
+/// Forty ids, as an engine tells them.
+const TOLD: &str = r#"{"count":40,"max_model_len":99,"tokens":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,32,33,34,35,36,37,38,39,40],"token_strs":null}"#;
+
+#[test]
+fn a_chat_that_only_engines_can_render_is_keyed_by_the_ids_they_tell() {
+    let model = model();
+    for rung in RUNGS {
+        let engines = [told("first", 200, TOLD), told("holder", 200, TOLD)];
+        let (gateway, mut writer) = gateway_asking(rung, &model, &engines.each_ref(), Some(EngineRender::Tokenize));
+        let ids: Vec<u32> = (1..41).collect();
+        let list = serde_json::json!({"model": "m", "prompt": ids}).to_string();
+        hold(&mut writer, 1, &keys(&model, list.as_bytes()));
+        let mut client = gateway.connect();
+        for _ in 0..5 {
+            assert_eq!(client.ask(post("/v1/chat/completions", &chat("a"))).body, b"holder", "{rung:?}");
+        }
+        assert_eq!(questions(&engines.each_ref()), 1, "{rung:?}: equal prompts are one question");
+        let other = chat("b");
+        assert_eq!(client.ask(post("/v1/chat/completions", &other)).body, b"holder", "{rung:?}");
+        assert_eq!(questions(&engines.each_ref()), 2, "{rung:?}");
+        let asked = |engine: &Engine| engine.bodies.lock().expect("no panic").contains(&other);
+        assert!(asked(&engines[0]) || asked(&engines[1]), "{rung:?}: the request itself is the question");
+        let hits = &gateway.service.endpoints[1].shared.stats_of(ShardId(0)).hits;
+        assert_eq!(hits.load(Ordering::Relaxed), 6, "{rung:?}");
+        gateway.stop();
+    }
+}
+
+#[test]
+fn a_question_without_an_answer_costs_the_keys_and_nothing_else() {
+    let model = model();
+    for rung in RUNGS {
+        let tokenize = Some(EngineRender::Tokenize);
+        for (status, body, way, texts, asked) in [
+            (403, "no such path", tokenize, "aabb", 1),
+            (200, r#"{"tokens":[]}"#, tokenize, "aabb", 1),
+            // Each request is refused for itself.
+            (400, "no", tokenize, "aabb", 2),
+            (200, "", tokenize, "aa", 1),
+            (200, TOLD, None, "ab", 0),
+        ] {
+            let engine = told("a", status, body);
+            let (gateway, _writer) = gateway_asking(rung, &model, &[&engine], way);
+            let mut client = gateway.connect();
+            for text in texts.chars() {
+                let request = post("/v1/chat/completions", &chat(&text.to_string()));
+                assert_eq!(client.ask(request).body, b"a", "{rung:?} {body}");
+            }
+            assert_eq!(questions(&[&engine]), asked, "{rung:?} {status} {body}");
+            let misses = &gateway.service.shared.stats_of(ShardId(0)).misses;
+            let missed = misses[MissReason::TemplateMissing as usize].load(Ordering::Relaxed);
+            assert_eq!(missed, texts.len() as u64, "{rung:?} {status} {body}");
+            gateway.stop();
+        }
     }
 }

@@ -192,7 +192,9 @@ fn prompt_of(
 ) -> Result<Prompted, Failure> {
     let Some(kv) = &service.kv else { return Ok((Err(MissReason::ModeOff), Vec::new())) };
     let Some(api) = Api::of("POST", &args.path) else { return Ok((Err(MissReason::ModeOff), Vec::new())) };
-    let model = models::read_now(&config.tokenizers_dir, name).map_err(|error| {
+    let adapter = kv.adapters.get(name);
+    let base = adapter.map_or(name, |adapter| &adapter.base);
+    let model = models::read_now(&config.tokenizers_dir, base).map_err(|error| {
         eprintln!("kvlane explain: {error}");
         MissReason::Tokenizer
     });
@@ -202,7 +204,8 @@ fn prompt_of(
     };
     let rendering = kv.rendering(service.engine);
     let prompt = preview(api, body, &model, rendering);
-    let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora: None };
+    let keying =
+        Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora: adapter.map(|adapter| &adapter.lora) };
     let keys = if prompt.is_ok() { keys_of(api, body, &model, rendering, keying) } else { Ok(Vec::new()) };
     match keys {
         Ok(keys) => Ok((prompt, keys)),

@@ -54,10 +54,17 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         block_tokens: kv.block_tokens,
         contract: contract(kv, facts),
         algo_given: kv.algo_given,
-        adapters: facts.adapters.iter().map(|(name, adapter)| (name.as_str().into(), adapter.clone())).collect(),
+        // In this order: the rule wins over what engines list.
+        adapters: facts
+            .adapters
+            .iter()
+            .chain(&kv.adapters)
+            .map(|(n, adapter)| (n.as_str().into(), adapter.clone()))
+            .collect(),
         chat_template: kv.chat_template.as_ref().map(|template| Arc::clone(&template.text)),
         chat_template_kwargs: kv.prompts.template_kwargs.clone(),
         add_bos: kv.prompts.add_bos,
+        engine_render: kv.prompts.engine_render,
         min_match_tokens: kv.min_match_tokens,
         spill_relief: kv.spill_relief,
         mean_load_factor: kv.mean_load_factor,

@@ -25,7 +25,7 @@ const BLOCK_TOKENS_MAX: i64 = 65_536;
 const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
 
 /// Options that say something only where cache events are followed.
-pub(super) const KV_OPTIONS: [&str; 16] = [
+pub(super) const KV_OPTIONS: [&str; 20] = [
     "kvBlockSize",
     "kvHashAlgo",
     "kvZmqPort",
@@ -33,6 +33,10 @@ pub(super) const KV_OPTIONS: [&str; 16] = [
     "kvDpRankCount",
     "kvNoneHashSeed",
     "kvChatTemplate",
+    "kvChatTemplateKwargs",
+    "kvAddBos",
+    "kvEngineRender",
+    "kvAdapters",
     "kvMinMatchTokens",
     "kvSpillRelief",
     "kvColdstartSeedN",
@@ -82,7 +86,8 @@ pub(super) fn read(
         ranks: ranks as u8,
         seed: read_seed(fields, report, engine, defaults),
         chat_template: read_template(fields, report),
-        prompts: super::prompts::read(fields, report),
+        prompts: super::prompts::read(fields, report, engine),
+        adapters: super::adapters::read(fields, report),
         min_match_tokens: number(fields, report, "kvMinMatchTokens", 0, 4096, defaults.min_match_tokens),
         spill_relief: fields.flag(report, "kvSpillRelief").or(defaults.spill_relief).unwrap_or(true),
         seed_every: number(fields, report, "kvColdstartSeedN", 0, 1_000_000, defaults.seed_every),

@@ -5,13 +5,14 @@
 //! follows sees no raw input: [`readback`] shows a rule, [`compile`] makes the [`shards::service::Service`].
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
-//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvMinMatchTokens`,
-//! `kvSpillRelief`, `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvReplayPortOffset`,
-//! `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`, `kvReplayPort` and
-//! `kvZmqBind`.
+//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
+//! `kvAdapters`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`,
+//! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`,
+//! `kvReplayPort` and `kvZmqBind`.
 
 #![forbid(unsafe_code)]
 
+mod adapters;
 mod algo;
 mod check;
 pub mod compile;
@@ -31,7 +32,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use shards::prompt::Rendering;
-use shards::service::{Engine, MediumWeights, PathMatch, Select};
+use shards::service::{Adapter, Engine, MediumWeights, PathMatch, Select};
 
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
@@ -169,8 +170,10 @@ pub struct KvRule {
     pub seed: Option<String>,
     /// `kvChatTemplate`.
     pub chat_template: Option<ChatTemplate>,
-    /// `kvChatTemplateKwargs` and `kvAddBos`.
+    /// `kvChatTemplateKwargs`, `kvAddBos` and `kvEngineRender`.
     pub prompts: PromptOptions,
+    /// `kvAdapters`: adapters by the name that requests ask for; they win over what engines list.
+    pub adapters: BTreeMap<String, Adapter>,
     /// `kvMinMatchTokens`: shorter prompts are not scored; 0 = all are.
     pub min_match_tokens: u32,
     /// `kvSpillRelief`.

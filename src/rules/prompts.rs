@@ -3,6 +3,8 @@
 use std::fmt::Write as _;
 use std::sync::Arc;
 
+use shards::service::{Engine, EngineRender};
+
 use crate::fields::{Fields, Node, Report, Value};
 
 /// Longest template arguments, bytes of JSON. Longer ones are refused.
@@ -17,10 +19,33 @@ pub struct PromptOptions {
     pub template_kwargs: Option<Arc<str>>,
     /// `kvAddBos`: whether engines put a BOS token before the texts of completions; none = as the model's files say.
     pub add_bos: Option<bool>,
+    /// `kvEngineRender`: how engines are asked for the ids of chats that they render in code; none = they are not.
+    pub engine_render: Option<EngineRender>,
 }
 
-pub(super) fn read(fields: &mut Fields<'_>, report: &mut Report) -> PromptOptions {
-    PromptOptions { template_kwargs: read_kwargs(fields, report), add_bos: fields.flag(report, "kvAddBos") }
+pub(super) fn read(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) -> PromptOptions {
+    PromptOptions {
+        template_kwargs: read_kwargs(fields, report),
+        add_bos: fields.flag(report, "kvAddBos"),
+        engine_render: read_engine_render(fields, report, engine),
+    }
+}
+
+fn read_engine_render(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) -> Option<EngineRender> {
+    const NAME: &str = "kvEngineRender";
+    let name = fields.text_set(report, NAME)?;
+    if name == "off" {
+        return None;
+    }
+    let way = EngineRender::ALL.into_iter().find(|way| way.name() == name);
+    let instead = match (engine, way) {
+        (Engine::Vllm, Some(_)) | (Engine::Sglang, Some(EngineRender::Tokenize)) => return way,
+        (Engine::Vllm, None) => r#"expected "off", "render" or "tokenize""#,
+        (Engine::Sglang, _) => r#"expected "off" or "tokenize": SGLang has no path that renders"#,
+        (Engine::Trtllm | Engine::Llamacpp, _) => r#"expected "off": such engines cannot be asked for a chat's ids"#,
+    };
+    fields.invalid(report, NAME, format!("{instead}, not {name:?}"));
+    None
 }
 
 /// A table, or a text with a JSON object as it stands on the engine's command line.
@@ -99,10 +124,14 @@ mod tests {
     use crate::fields::{Dialect, from_toml};
 
     fn options(toml: &str) -> (PromptOptions, Vec<String>) {
+        options_of(toml, Engine::Vllm)
+    }
+
+    fn options_of(toml: &str, engine: Engine) -> (PromptOptions, Vec<String>) {
         let mut report = Report::new(Dialect::File);
         let node = from_toml(toml).expect("the test's TOML is right");
         let mut fields = Fields::root(&mut report, &node);
-        let options = read(&mut fields, &mut report);
+        let options = read(&mut fields, &mut report, engine);
         (options, report.problems.iter().map(ToString::to_string).collect())
     }
 
@@ -140,5 +169,23 @@ mod tests {
     fn a_bos_token_is_said_to_be_there_or_not() {
         assert_eq!(options("").0.add_bos, None);
         assert_eq!(options("kvAddBos = false").0.add_bos, Some(false));
+    }
+
+    #[test]
+    fn engines_are_asked_only_for_what_they_can_tell() {
+        for (engine, value, expected) in [
+            (Engine::Vllm, "render", Some(EngineRender::Render)),
+            (Engine::Vllm, "tokenize", Some(EngineRender::Tokenize)),
+            (Engine::Vllm, "off", None),
+            (Engine::Sglang, "tokenize", Some(EngineRender::Tokenize)),
+            (Engine::Trtllm, "off", None),
+        ] {
+            let (options, problems) = options_of(&format!("kvEngineRender = {value:?}"), engine);
+            assert_eq!((options.engine_render, problems), (expected, Vec::new()), "{engine:?} {value}");
+        }
+        for (engine, value) in [(Engine::Vllm, "yes"), (Engine::Sglang, "render"), (Engine::Trtllm, "tokenize")] {
+            let (options, problems) = options_of(&format!("kvEngineRender = {value:?}"), engine);
+            assert_eq!((options.engine_render, problems.len()), (None, 1), "{engine:?} {value}");
+        }
     }
 }

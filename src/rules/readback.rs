@@ -106,6 +106,12 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     if let Some(add) = kv.prompts.add_bos {
         put("kvAddBos", json!(add));
     }
+    if let Some(way) = kv.prompts.engine_render {
+        put("kvEngineRender", json!(way.name()));
+    }
+    if !kv.adapters.is_empty() {
+        put("kvAdapters", super::adapters::show(&kv.adapters));
+    }
     put("kvMinMatchTokens", json!(kv.min_match_tokens));
     put("kvSpillRelief", json!(kv.spill_relief));
     put("kvColdstartSeedN", json!(kv.seed_every));

@@ -106,6 +106,7 @@ impl Decider {
             chat_template: None,
             chat_template_kwargs: None,
             add_bos: None,
+            engine_render: None,
             min_match_tokens: 16,
             spill_relief: true,
             mean_load_factor: 175,

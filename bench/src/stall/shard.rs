@@ -193,6 +193,7 @@ fn service(listen: SocketAddr, backend: SocketAddr, inventory: ReaderFactory) ->
             chat_template: None,
             chat_template_kwargs: None,
             add_bos: None,
+            engine_render: None,
             min_match_tokens: 16,
             spill_relief: false,
             mean_load_factor: 175,

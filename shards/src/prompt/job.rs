@@ -207,6 +207,23 @@ impl<'a> Job<'a> {
         opening.job(opened).map(Begun::Job)
     }
 
+    /// Begins with ids that are the prompt of the request: a JSON list after its bracket. What the body says of its
+    /// prompt is not looked at.
+    ///
+    /// # Errors
+    /// The reason why the prompt cannot be keyed.
+    pub fn of_ids(
+        list: &'a str,
+        view: &BodyView<'a>,
+        model: &Arc<Model>,
+        rendering: Rendering<'_>,
+        keying: Keying<'_>,
+    ) -> Result<Self, MissReason> {
+        let mut opening = Opening::new(Api::Completions, view, model, rendering, keying)?;
+        let opened = opening.open(PromptSource::Ids(list), &mut PrefixCache::new(0))?;
+        opening.job(opened)
+    }
+
     /// Makes the keys of another contract too. Only for a job that began without a cache and before its first slice:
     /// tokens that were remembered cannot be shown to another stream.
     ///
@@ -675,7 +692,8 @@ impl<'o, 'a> Opening<'o, 'a> {
         let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
         Ok(Job {
             model: Arc::clone(self.model),
-            is_chat: self.api == Api::ChatCompletions && self.rendering.template.is_none(),
+            is_chat: matches!(self.api, Api::ChatCompletions | Api::Responses | Api::Messages)
+                && self.rendering.template.is_none(),
             source,
             memory,
             strides,

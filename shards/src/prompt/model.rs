@@ -106,7 +106,7 @@ const RENDERED_BY_SGLANG: [&str; 18] = [
 ];
 
 /// Added tokens that together mark a model whose engine renders chats in code (Harmony), whatever template is staged.
-const RENDERED_IN_CODE: [&str; 3] = ["<|channel|>", "<|call|>", "<|return|>"];
+const HARMONY_TOKENS: [&str; 3] = ["<|channel|>", "<|call|>", "<|return|>"];
 
 /// Tokenizer and chat templates of one model.
 #[derive(Debug)]
@@ -288,10 +288,15 @@ impl Model {
             // Its chats of Harmony models go through the template.
             Engine::Sglang => RENDERED_BY_SGLANG.iter().any(|part| name.contains(part)),
             Engine::Vllm | Engine::Trtllm | Engine::Llamacpp => {
-                RENDERED_BY_VLLM.iter().any(|part| name.contains(part))
-                    || RENDERED_IN_CODE.iter().all(|token| self.tokenizer.has_added_token(token))
+                RENDERED_BY_VLLM.iter().any(|part| name.contains(part)) || self.is_harmony()
             }
         }
+    }
+
+    /// Whether the model's chats are Harmony's.
+    #[must_use]
+    pub fn is_harmony(&self) -> bool {
+        HARMONY_TOKENS.iter().all(|token| self.tokenizer.has_added_token(token))
     }
 
     /// Ids that special tokens put before a text. `add_bos` is what a rule says; without it, `tokenizer.json` alone

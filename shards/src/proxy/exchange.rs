@@ -10,7 +10,7 @@ use super::client::{Client, Request, is_ours};
 use super::models;
 use super::relay::{self, Fault, Terms};
 use super::routes::{LocalService, Pick, RequestView, Routes};
-use super::score::{self, Means, Score};
+use super::score::{self, Score};
 use super::upstream::{Pool, Upstream};
 use super::watch::Interrupt;
 use crate::http::{RequestBody, RequestHead, edit};
@@ -71,8 +71,7 @@ pub async fn exchange(proxy: &Proxy, client: &mut Client, request: Request, list
 async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Routes, local: &LocalService) -> Next {
     let stats = local.service.shared.stats_of(proxy.id);
     let view = RequestView::new(&request.head, &request.bytes);
-    let means = Means { prefixes: &proxy.prefixes, ticket: &proxy.ticket, aside: proxy.aside.as_ref() };
-    let score = match client.guard(None, score::score(local, &routes.models, &view, means)).await {
+    let score = match client.guard(None, score::score(proxy, local, &routes.models, &view)).await {
         Ok(score) => score,
         Err(interrupt) => {
             if interrupt == Interrupt::ClientGone {

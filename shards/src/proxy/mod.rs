@@ -11,6 +11,8 @@
 //! ```
 
 mod answer;
+mod ask;
+mod asked;
 mod client;
 mod exchange;
 mod models;
@@ -54,6 +56,7 @@ pub struct Proxy {
     ticket: Ticket,
     prefixes: RefCell<PrefixCache>,
     aside: Option<Aside>,
+    asked: Rc<asked::Asked>,
     draining: Cell<bool>,
 }
 
@@ -73,6 +76,7 @@ impl Proxy {
             ticket: Ticket::new(),
             prefixes,
             aside,
+            asked: Rc::default(),
             draining: Cell::new(false),
         }
     }

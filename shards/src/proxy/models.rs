@@ -3,7 +3,6 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 use std::future::poll_fn;
-use std::net::SocketAddr;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 use std::time::Duration;
@@ -13,13 +12,11 @@ use serde_json::value::RawValue;
 
 use super::Proxy;
 use super::answer::{self, Refusal};
+use super::ask::{self, Reply};
 use super::client::Client;
 use super::exchange::Next;
 use super::routes::{LocalService, RequestView};
-use super::upstream::{Pool, Upstream};
 use crate::executor::{self, visit_ns};
-use crate::http::response;
-use crate::http::{BodyTracker, Dechunker, ResponseBody};
 use crate::service::count;
 
 /// Longest wait for any endpoint's list. Then: the union is made without it.
@@ -116,14 +113,9 @@ impl ModelsCache {
 
 /// The answers of all endpoints asked, in their order.
 struct Answers {
-    lists: RefCell<Vec<Option<Fetched>>>,
+    lists: RefCell<Vec<Option<Reply>>>,
     missing: Cell<usize>,
     waker: RefCell<Option<Waker>>,
-}
-
-struct Fetched {
-    status: u16,
-    body: Vec<u8>,
 }
 
 async fn collect(local: &LocalService, authorization: &[u8]) -> Result<Rc<str>, NoList> {
@@ -138,11 +130,12 @@ async fn collect(local: &LocalService, authorization: &[u8]) -> Result<Rc<str>, 
         waker: RefCell::default(),
     });
     for (place, (endpoint, pool)) in healthy.into_iter().enumerate() {
-        let request = request_to(endpoint.address, authorization);
+        let request = ask::request(endpoint.address, "/v1/models", authorization, None);
         let (answers, pool) = (Rc::clone(&answers), Rc::clone(pool));
         executor::spawn(async move {
             // The connection is the fetch's own and ends with it, so it may be dropped at any point.
-            let fetched = monoio::time::timeout(FETCH_TIMEOUT, fetch(&pool, request)).await.ok().flatten();
+            let fetched =
+                monoio::time::timeout(FETCH_TIMEOUT, ask::ask(&pool, request, LIST_BYTES_MAX)).await.ok().flatten();
             answers.lists.borrow_mut()[place] = fetched;
             answers.missing.set(answers.missing.get() - 1);
             if answers.missing.get() == 0
@@ -166,61 +159,6 @@ async fn collect(local: &LocalService, authorization: &[u8]) -> Result<Rc<str>, 
         Some(body) => Ok(body.into()),
         None => Err(fetched().next().map_or(NoList::Unreachable, |fetched| NoList::Refused(fetched.status))),
     }
-}
-
-fn request_to(address: SocketAddr, authorization: &[u8]) -> Vec<u8> {
-    let mut request =
-        format!("GET /v1/models HTTP/1.1\r\nHost: {address}\r\nAccept: application/json\r\n").into_bytes();
-    if !authorization.is_empty() {
-        request.extend_from_slice(b"Authorization: ");
-        request.extend_from_slice(authorization);
-        request.extend_from_slice(b"\r\n");
-    }
-    request.extend_from_slice(b"Connection: close\r\n\r\n");
-    request
-}
-
-async fn fetch(pool: &Pool, request: Vec<u8>) -> Option<Fetched> {
-    let mut upstream: Upstream = pool.connect().await.ok()?;
-    upstream.write(request, 0).await.0.ok()?;
-    let mut buffer = Vec::with_capacity(16 * 1024);
-    let mut at_end = false;
-    loop {
-        if let Some(fetched) = complete(&buffer, at_end) {
-            return Some(fetched);
-        }
-        if at_end || buffer.len() > LIST_BYTES_MAX {
-            return None;
-        }
-        if buffer.len() == buffer.capacity() {
-            buffer.reserve(buffer.len());
-        }
-        let result;
-        (result, buffer) = upstream.read(buffer).await;
-        at_end = result.ok()? == 0;
-    }
-}
-
-/// The answer in the buffer, once it is all there.
-fn complete(buffer: &[u8], at_end: bool) -> Option<Fetched> {
-    let head = response::parse(buffer, 0, false).ok()??;
-    let mut body = buffer[head.len..].to_vec();
-    let done = match head.body {
-        ResponseBody::UntilClose => at_end,
-        ResponseBody::Chunked => {
-            let mut decoder = Dechunker::new(0);
-            let done = decoder.advance(&mut body).ok()?;
-            body.truncate(decoder.data_end());
-            done
-        }
-        framing => {
-            let mut tracker = BodyTracker::new(framing);
-            let taken = tracker.advance(&body);
-            body.truncate(taken);
-            tracker.is_done()
-        }
-    };
-    done.then_some(Fetched { status: head.status, body })
 }
 
 #[derive(Deserialize)]
@@ -275,15 +213,5 @@ mod tests {
             Some(r#"{"object":"list","data":[{"id":"a","n":1.50},{"id":"b"},{"id":"c"}]}"#)
         );
         assert_eq!(union([&b"x"[..]].into_iter()), None);
-    }
-
-    #[test]
-    fn an_answer_is_complete_at_its_own_end() {
-        let text = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n";
-        assert!(complete(&text[..text.len() - 1], false).is_none());
-        assert_eq!(complete(text, false).expect("complete").body, b"{}");
-        let open = b"HTTP/1.1 200 OK\r\n\r\n{}";
-        assert!(complete(open, false).is_none());
-        assert_eq!(complete(open, true).expect("complete").body, b"{}");
     }
 }

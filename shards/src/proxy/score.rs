@@ -3,6 +3,7 @@
 
 use std::cell::RefCell;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use crate::block::Contract;
 use crate::block::vllm::Tagging;
@@ -10,11 +11,14 @@ use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
 use crate::ids::{BlockKey, EndpointIndex};
 use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
-use crate::prompt::{Api, Begun, BodyView, Glimpse, Job, Keying, ModelTable, Pending, PrefixCache, Step};
+use crate::prompt::{
+    Api, Begun, BodyView, Glimpse, Job, Keying, Model, ModelTable, Pending, PrefixCache, Question, Rendering, Step,
+};
 use crate::route::Evidence;
-use crate::service::{KvExact, MissReason, Service};
+use crate::service::{Engine, EngineRender, KvExact, MissReason, Service};
 use crate::usage::{Statement, Usage};
 
+use super::Proxy;
 use super::routes::{LocalService, RequestView};
 
 /// What is known of a request's prompt.
@@ -121,7 +125,7 @@ impl Score {
 
 /// What a shard keeps for the prompts of all its requests.
 #[derive(Clone, Copy)]
-pub struct Means<'a> {
+struct Means<'a> {
     /// What it remembers of prompts.
     pub prefixes: &'a RefCell<PrefixCache>,
     /// The right to do long work.
@@ -145,6 +149,10 @@ impl Pace {
         Pace(Some(ticket.take().await))
     }
 
+    async fn take(&mut self, ticket: &Ticket) {
+        self.0 = Some(ticket.take().await);
+    }
+
     async fn breathe(&self) {
         match &self.0 {
             Some(ticket) => ticket.breathe().await,
@@ -154,22 +162,27 @@ impl Pace {
 }
 
 /// Scores the request's prompt, giving way between slices. Dropping it stops the work.
-pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestView<'_>, means: Means<'_>) -> Score {
+pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, request: &RequestView<'_>) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
+    let means = Means { prefixes: &proxy.prefixes, ticket: &proxy.ticket, aside: proxy.aside.as_ref() };
     request.look_through(means.ticket).await;
-    let ticket = Pace::of(request, means.ticket).await;
+    let mut ticket = Pace::of(request, means.ticket).await;
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
+    let prompt = match Prompt::of(api, &local.service, kv, models, body, request) {
+        Ok(prompt) => prompt,
+        Err(reason) => return Score::Miss(reason),
+    };
     let forms = forms(kv, body, request);
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
     let others_hold = has_other_spaces(reader) || forms.len() > 1;
     let begun = if others_hold {
-        begin(api, &local.service, kv, models, body, request, &mut PrefixCache::new(0))
+        prompt.begin(&mut PrefixCache::new(0))
     } else {
-        begin(api, &local.service, kv, models, body, request, &mut means.prefixes.borrow_mut())
+        prompt.begin(&mut means.prefixes.borrow_mut())
     };
-    let (mut job, ticket) = match begun {
-        Ok(Begun::Job(job)) => (job, ticket),
+    let made = match begun {
+        Ok(Begun::Job(job)) => Ok(job),
         Ok(Begun::Pending(pending)) => {
             if !others_hold
                 && let Some(glimpse) = pending.glimpse()
@@ -177,11 +190,30 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
             {
                 return score;
             }
-            match prepare(pending, others_hold, ticket, means).await {
-                Ok(prepared) => prepared,
-                Err(reason) => return Score::Miss(reason),
+            prepare(pending, others_hold, &mut ticket, means).await
+        }
+        Err(reason) => Err(reason),
+    };
+    let list;
+    let begun = match made.map_err(|reason| (reason, prompt.question(kv, reason))) {
+        Ok(job) => Ok(job),
+        Err((reason, None)) => Err(reason),
+        Err((reason, Some(question))) => {
+            // The engine is waited for without the right to work.
+            ticket = Pace(None);
+            let told = proxy.asked.ids(local, request, question).await;
+            ticket.take(means.ticket).await;
+            match told {
+                Some(told) => {
+                    list = told;
+                    prompt.of_ids(&list)
+                }
+                None => Err(reason),
             }
         }
+    };
+    let mut job = match begun {
+        Ok(job) => job,
         Err(reason) => return Score::Miss(reason),
     };
     ticket.breathe().await;
@@ -202,25 +234,24 @@ pub async fn score(local: &LocalService, models: &ModelTable, request: &RequestV
 async fn prepare<'a>(
     mut pending: Pending<'_, 'a>,
     others_hold: bool,
-    ticket: Pace,
+    ticket: &mut Pace,
     means: Means<'_>,
-) -> Result<(Job<'a>, Pace), MissReason> {
+) -> Result<Job<'a>, MissReason> {
     while !pending.step() {
         ticket.breathe().await;
     }
     let task = pending.task();
-    drop(ticket);
+    *ticket = Pace(None);
     let prepared = match means.aside {
-        Some(aside) => aside.run(|| task.run()).await.map_err(|_| MissReason::Busy)??,
-        None => task.run()?,
+        Some(aside) => aside.run(|| task.run()).await.map_err(|_| MissReason::Busy).flatten(),
+        None => task.run(),
     };
-    let ticket = Pace(Some(means.ticket.take().await));
-    let job = if others_hold {
-        pending.finish(prepared, &mut PrefixCache::new(0))?
+    ticket.take(means.ticket).await;
+    if others_hold {
+        pending.finish(prepared?, &mut PrefixCache::new(0))
     } else {
-        pending.finish(prepared, &mut means.prefixes.borrow_mut())?
-    };
-    Ok((job, ticket))
+        pending.finish(prepared?, &mut means.prefixes.borrow_mut())
+    }
 }
 
 /// Blocks before the end of a glimpse from which on it does not tell where a run ends.
@@ -253,26 +284,61 @@ async fn of_glimpse(glimpse: Glimpse<'_>, reader: &Reader, ticket: &Pace, means:
     }
 }
 
-fn begin<'o, 'a>(
+/// A request's prompt before work on it begins.
+struct Prompt<'a> {
     api: Api,
-    service: &'o Service,
-    kv: &'o KvExact,
-    models: &'o ModelTable,
-    body: &'o BodyView<'a>,
-    request: &RequestView<'_>,
-    prefixes: &mut PrefixCache,
-) -> Result<Begun<'o, 'a>, MissReason> {
-    // The engine reads the body's model; the header only chooses the rule.
-    let named = body.model.as_deref().or_else(|| request.model());
-    // `/generate` names none: then it is the rule's.
-    let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
-    let adapter = kv.adapters.get(model);
-    let base = adapter.map_or(model, |adapter| &adapter.base);
-    let model = models.lookup(base).ready()?;
-    let lora = adapter.map(|adapter| &adapter.lora);
-    let rendering = kv.rendering(service.engine);
-    let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
-    Job::begin(api, body, model, rendering, keying, prefixes)
+    body: &'a BodyView<'a>,
+    model: &'a Arc<Model>,
+    rendering: Rendering<'a>,
+    keying: Keying<'a>,
+}
+
+impl<'a> Prompt<'a> {
+    fn of(
+        api: Api,
+        service: &'a Service,
+        kv: &'a KvExact,
+        models: &'a ModelTable,
+        body: &'a BodyView<'a>,
+        request: &RequestView<'_>,
+    ) -> Result<Self, MissReason> {
+        // The engine reads the body's model; the header only chooses the rule.
+        let named = body.model.as_deref().or_else(|| request.model());
+        // `/generate` names none: then it is the rule's.
+        let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
+        let adapter = kv.adapters.get(model);
+        let base = adapter.map_or(model, |adapter| &adapter.base);
+        let model = models.lookup(base).ready()?;
+        let lora = adapter.map(|adapter| &adapter.lora);
+        let rendering = kv.rendering(service.engine);
+        let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
+        Ok(Prompt { api, body, model, rendering, keying })
+    }
+
+    fn begin(&self, prefixes: &mut PrefixCache) -> Result<Begun<'a, 'a>, MissReason> {
+        Job::begin(self.api, self.body, self.model, self.rendering, self.keying, prefixes)
+    }
+
+    /// Begins with the ids that an engine made.
+    fn of_ids<'i>(&self, list: &'i str) -> Result<Job<'i>, MissReason>
+    where
+        'a: 'i,
+    {
+        Job::of_ids(list, self.body, self.model, self.rendering, self.keying)
+    }
+
+    /// What an engine may be asked instead, where only it knows the text.
+    fn question(&self, kv: &KvExact, reason: MissReason) -> Option<Question> {
+        let way = kv.engine_render?;
+        if !matches!(reason, MissReason::EngineRendered | MissReason::TemplateMissing) {
+            return None;
+        }
+        // Before vLLM 0.33 `/tokenize` renders them by a template, unlike its chats.
+        if way == EngineRender::Tokenize && self.model.is_harmony() && self.rendering.engine == Engine::Vllm {
+            return None;
+        }
+        Question::of(self.api, self.body, self.rendering.engine, way)
+    }
 }
 
 /// Whether some holder's keys are not the rule's.
