@@ -1,10 +1,13 @@
 //! Micro-benchmarks and side-by-side comparisons of kvlane. Every run prints its seed and setup with its figures.
 
 mod e2e;
+mod files;
 mod hash;
 mod lookup;
 mod memory;
 mod prompt;
+mod soak;
+mod stall;
 
 use std::process::ExitCode;
 
@@ -27,6 +30,10 @@ enum Command {
     Lookup(lookup::Args),
     /// From a request body to block keys, part by part, through the prefix cache.
     Prompt(prompt::Args),
+    /// Memory of the gateway over minutes of prompts never sent before.
+    Soak(soak::Args),
+    /// How long a shard stands still beside long prompts, from inside and from outside.
+    Stall(stall::Args),
     /// The gateway, as a child of a benchmark.
     #[command(hide = true)]
     Gateway {
@@ -42,6 +49,8 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::Hash(args) => print!("{}", hash::run(&args)),
         Command::Lookup(args) => print!("{}", lookup::run(&args)?),
         Command::Prompt(args) => print!("{}", prompt::run(&args)?),
+        Command::Soak(args) => return soak::main(&args),
+        Command::Stall(args) => stall::run(&args, &mut std::io::stdout())?,
         Command::Gateway { arguments } => return Ok(loadgen::child::gateway(arguments)),
     }
     Ok(ExitCode::SUCCESS)
