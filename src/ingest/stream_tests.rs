@@ -142,6 +142,13 @@ fn a_late_joiner_gets_the_history_first() {
     );
     // Nothing happened yet, then something does.
     check(true, &[Connected, Ended, Live(0, "a")], "ask0 stop a", true);
+    check(true, &[Connected, Live(0, "a"), Ended], "ask0 stop a", true);
+    // It does before the subscription counts.
+    check(true, &[Connected, Live(1, "b"), Ended], "ask0 stop ask0", true);
+    let late = [Connected, Live(1, "b"), Ended, Replayed(0, "a"), Replayed(1, "b"), Ended];
+    check(true, &late, "ask0 stop ask0 a b stop", true);
+    // An engine that keeps nothing is not asked for ever.
+    check(true, &[Connected, Live(1, "b"), Ended, Ended, Live(2, "c")], "ask0 stop ask0 stop clear b c", true);
     // The engine's ring is shorter than its history.
     let stream = check(true, &[Connected, Replayed(5, "a"), Ended], "ask0 a stop", true);
     assert_eq!((stream.tally().incomplete, stream.tally().replays), (1, 1));
@@ -230,6 +237,16 @@ fn a_second_connection_beside_the_first_may_be_of_another_process() {
     check(true, &whole, "ask0 stop a b ask1 clear ask0 x y z stop", true);
     check(false, &[Connected, Live(4, "a"), Connected], "a", false);
     check(false, &[Connected, Live(4, "a"), Connected, Live(0, "b")], "a clear b", true);
+}
+
+#[test]
+fn what_is_read_after_a_loss_hides_nothing_from_the_next_replay() {
+    let broken = [Connected, Live(7, "h"), Replayed(0, "a"), Replayed(1, "b"), Lost, Live(7, "h"), Live(8, "i")];
+    check(true, &broken, "ask0 a b stop", false);
+    check(true, &[&broken[..], &[Connected]].concat(), "ask0 a b stop ask1", false);
+    check(true, &[Connected, Lost, Live(7, "h"), Connected], "ask0 stop ask0", true);
+    check(true, &[Connected, Lost, Live(0, "a"), Live(1, "b"), Connected], "ask0 stop a b ask1", false);
+    check(true, &[&UP[..], &[Lost, Live(2, "c"), Live(1, "b"), Connected]].concat(), "ask0 stop a b c ask2", false);
 }
 
 #[test]
