@@ -560,8 +560,9 @@ impl Fleet {
         let most = held(&line.process.device);
         // Salted blocks are found by the engine's keys, and by own ones where the engine says what is salted.
         let found = match verdict {
-            Verdict::Exact => true,
-            Verdict::Derived => manner.tells_salts(),
+            Verdict::Exact => !line.changed,
+            // Before the first plain block shows their size, blocks of another one than the rule's do not enter.
+            Verdict::Derived => manner.tells_salts() && block == RULE_BLOCK && !line.changed,
             Verdict::Believed | Verdict::Refused => false,
         };
         let least = match line.replay {
