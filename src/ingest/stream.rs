@@ -319,6 +319,7 @@ impl Stream {
             self.proven();
         } else if seq > last && stale && self.barren >= FRUITLESS_MAX {
             // The engine does not know it: it was still on its way when the process that sent it was gone.
+            self.live = before;
         } else if seq > last {
             self.gap(seq, Some(last), payload, act);
         } else if self.replayed.is_some_and(|to| seq <= to) && before.is_none_or(|before| seq > before) {

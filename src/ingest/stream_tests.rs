@@ -267,6 +267,7 @@ fn what_a_process_that_is_gone_left_under_way_is_not_taken_for_its_successor_s()
         payload
     };
     for leftover in [2, 4] {
+        // A batch of the new process that is read behind it was replayed already, and is no restart.
         let (mut stream, mut applied) = (Stream::new(true), Vec::new());
         let mut act = |action: Action<'_>| {
             if let Action::Apply(seq, payload) = action {
@@ -275,6 +276,7 @@ fn what_a_process_that_is_gone_left_under_way_is_not_taken_for_its_successor_s()
         };
         stream.connected(&mut act);
         stream.live(leftover, &batch(1.0, "x"), &mut act);
+        stream.live(1, &batch(3.0, "b"), &mut act);
         stream.replayed(0, &batch(2.0, "a"), &mut act);
         for _ in 0..3 {
             stream.replayed(1, &batch(3.0, "b"), &mut act);
