@@ -296,6 +296,10 @@ impl Stream {
         if let Phase::Replaying(_) = self.phase {
             return self.hold(seq, payload);
         }
+        if self.phase == Phase::Down && self.has_replay && !self.follows(seq, payload) {
+            // Taken now, it would be what the next connection's replay begins with, and hide what goes before it.
+            return;
+        }
         let before = self.live.replace(seq);
         let Some((last, print)) = self.last else {
             if std::mem::take(&mut self.nothing_sent) && seq > 0 {
@@ -315,6 +319,7 @@ impl Stream {
             self.proven();
         } else if seq > last && stale && self.barren >= FRUITLESS_MAX {
             // The engine does not know it: it was still on its way when the process that sent it was gone.
+            self.live = before;
         } else if seq > last {
             self.gap(seq, Some(last), payload, act);
         } else if self.replayed.is_some_and(|to| seq <= to) && before.is_none_or(|before| seq > before) {
@@ -328,6 +333,14 @@ impl Stream {
                 self.tally.incomplete += u64::from(seq > 0);
                 self.accept(seq, payload, act);
             }
+        }
+    }
+
+    /// Whether a batch is the next of what was applied, or the very first.
+    fn follows(&self, seq: u64, payload: &[u8]) -> bool {
+        match self.last {
+            None => seq == 0,
+            Some((last, print)) => last.checked_add(1) == Some(seq) && !Print::of(payload).is_older(print),
         }
     }
 
@@ -415,8 +428,8 @@ impl Stream {
             self.tally.replays += 1;
             act(Action::StopReplay);
             self.replayed = self.last_seq();
-            self.nothing_sent = self.last.is_none() && self.held.is_empty();
-            self.whole |= self.nothing_sent;
+            self.nothing_sent = self.last.is_none();
+            self.whole |= self.nothing_sent && self.held.is_empty();
             self.phase = Phase::Live;
             // An engine whose replays never reach what it sent live would be asked for ever.
             self.barren = if request.progress { 0 } else { self.barren.saturating_add(1) };

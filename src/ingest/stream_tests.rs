@@ -144,6 +144,13 @@ fn a_late_joiner_gets_the_history_first() {
     );
     // Nothing happened yet, then something does.
     check(true, &[Connected, Ended, Live(0, "a")], "ask0 stop a", true);
+    check(true, &[Connected, Live(0, "a"), Ended], "ask0 stop a", true);
+    // It does before the subscription counts.
+    check(true, &[Connected, Live(1, "b"), Ended], "ask0 stop ask0", true);
+    let late = [Connected, Live(1, "b"), Ended, Replayed(0, "a"), Replayed(1, "b"), Ended];
+    check(true, &late, "ask0 stop ask0 a b stop", true);
+    // An engine that keeps nothing is not asked for ever.
+    check(true, &[Connected, Live(1, "b"), Ended, Ended, Live(2, "c")], "ask0 stop ask0 stop clear b c", true);
     // The engine's ring is shorter than its history.
     let stream = check(true, &[Connected, Replayed(5, "a"), Ended], "ask0 a stop", true);
     assert_eq!((stream.tally().incomplete, stream.tally().replays), (1, 1));
@@ -235,6 +242,16 @@ fn a_second_connection_beside_the_first_may_be_of_another_process() {
 }
 
 #[test]
+fn what_is_read_after_a_loss_hides_nothing_from_the_next_replay() {
+    let broken = [Connected, Live(7, "h"), Replayed(0, "a"), Replayed(1, "b"), Lost, Live(7, "h"), Live(8, "i")];
+    check(true, &broken, "ask0 a b stop", false);
+    check(true, &[&broken[..], &[Connected]].concat(), "ask0 a b stop ask1", false);
+    check(true, &[Connected, Lost, Live(7, "h"), Connected], "ask0 stop ask0", true);
+    check(true, &[Connected, Lost, Live(0, "a"), Live(1, "b"), Connected], "ask0 stop a b ask1", false);
+    check(true, &[&UP[..], &[Lost, Live(2, "c"), Live(1, "b"), Connected]].concat(), "ask0 stop a b c ask2", false);
+}
+
+#[test]
 fn quiet_returns_do_not_count_against_an_engine_that_has_everything() {
     let quiet = [Lost, Connected, Replayed(1, "b"), Ended];
     let gap = [Lost, Connected, Live(3, "d"), Replayed(1, "b"), Ended];
@@ -252,6 +269,7 @@ fn what_a_process_that_is_gone_left_under_way_is_not_taken_for_its_successor_s()
         payload
     };
     for leftover in [2, 4] {
+        // A batch of the new process that is read behind it was replayed already, and is no restart.
         let (mut stream, mut applied) = (Stream::new(true), Vec::new());
         let mut act = |action: Action<'_>| {
             if let Action::Apply(seq, payload) = action {
@@ -260,6 +278,7 @@ fn what_a_process_that_is_gone_left_under_way_is_not_taken_for_its_successor_s()
         };
         stream.connected(&mut act);
         stream.live(leftover, &batch(1.0, "x"), &mut act);
+        stream.live(1, &batch(3.0, "b"), &mut act);
         stream.replayed(0, &batch(2.0, "a"), &mut act);
         for _ in 0..3 {
             stream.replayed(1, &batch(3.0, "b"), &mut act);

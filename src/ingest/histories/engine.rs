@@ -2,6 +2,7 @@
 //! no code with the gateway.
 
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::rc::Rc;
 
 use loadgen::engine::hash::{Chain, Digest, Namespace};
@@ -118,6 +119,12 @@ pub(super) struct Message {
     pub(super) seq: u64,
     pub(super) payload: Rc<[u8]>,
     pub(super) deeds: Rc<[Deed]>,
+}
+
+impl fmt::Display for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of process {}: {:?}", self.seq, self.life, self.deeds)
+    }
 }
 
 /// The truth.

@@ -61,6 +61,8 @@ pub(super) struct Fleet {
     clock: u64,
     lives: u64,
     gateway: Gateway,
+    /// Says what happens.
+    told: bool,
     bounded: bool,
     manners: Vec<Rc<Manner>>,
     /// Lines by endpoint and rank; an endpoint that is out of the rule has its engines all the same.
@@ -174,8 +176,9 @@ impl Fleet {
             rule.blocks_max = 4 + chance.below(30);
         }
         let manners: Vec<_> = manners.into_iter().map(Rc::new).collect();
-        let mut fleet =
-            Fleet { chance, clock: 0, lives: 0, gateway: Gateway::new(rule), bounded, manners, endpoints: Vec::new() };
+        let told = std::env::var_os("KVLANE_HISTORY_TOLD").is_some();
+        let (gateway, endpoints) = (Gateway::new(rule), Vec::new());
+        let mut fleet = Fleet { chance, clock: 0, lives: 0, gateway, told, bounded, manners, endpoints };
         for _ in 0..1 + fleet.chance.below(3) {
             let ranks = 1 + fleet.chance.below(3);
             let lines = (0..ranks).map(|_| fleet.line()).collect();
@@ -300,6 +303,9 @@ impl Fleet {
         let line = &mut self.endpoints[endpoint].1[rank];
         for _ in 0..n {
             let Some(message) = line.wire.pop_front() else { return };
+            if self.told {
+                eprintln!("({endpoint}, {rank}) reads {message}");
+            }
             line.heard.hear(&message);
             self.gateway.publishes((endpoint as u16, rank), &[b"kv", &message.seq.to_be_bytes(), &message.payload]);
         }
@@ -329,6 +335,12 @@ impl Fleet {
             }
             // All of it was lost.
             let Some(answer) = line.answers.pop_front() else { return self.gateway.silence(at) };
+            if self.told {
+                match &answer {
+                    Some(message) => eprintln!("({endpoint}, {rank}) is replayed {message}"),
+                    None => eprintln!("({endpoint}, {rank}) has the end of the replay"),
+                }
+            }
             let seq = answer.as_ref().map_or(u64::MAX, |message| message.seq).to_be_bytes();
             let payload: &[u8] = answer.as_ref().map_or(b"", |message| &message.payload);
             match line.topic {
@@ -357,6 +369,9 @@ impl Fleet {
     fn connect(&mut self, endpoint: usize, rank: usize) {
         let line = &mut self.endpoints[endpoint].1[rank];
         if line.link.is_none() {
+            if self.told {
+                eprintln!("({endpoint}, {rank}) is connected");
+            }
             let link = line.new_link();
             line.link = Some(link);
             line.subscribed = false;
@@ -372,6 +387,9 @@ impl Fleet {
     fn lose(&mut self, endpoint: usize, rank: usize) {
         let line = &mut self.endpoints[endpoint].1[rank];
         let Some(link) = line.link.take() else { return };
+        if self.told {
+            eprintln!("({endpoint}, {rank}) is lost");
+        }
         let rest = self.chance.below(line.wire.len() + 1);
         line.wire.truncate(rest);
         line.answering = None;
@@ -409,6 +427,9 @@ impl Fleet {
         let ring_max = self.endpoints[endpoint].1[rank].ring_max();
         let process = self.process(ring_max);
         let line = &mut self.endpoints[endpoint].1[rank];
+        if self.told {
+            eprintln!("({endpoint}, {rank}) is process {} now", process.life);
+        }
         line.restarted = true;
         line.changed |= !Rc::ptr_eq(&line.process.manner, &process.manner);
         line.process = process;
@@ -539,8 +560,9 @@ impl Fleet {
         let most = held(&line.process.device);
         // Salted blocks are found by the engine's keys, and by own ones where the engine says what is salted.
         let found = match verdict {
-            Verdict::Exact => true,
-            Verdict::Derived => manner.tells_salts(),
+            Verdict::Exact => !line.changed,
+            // Before the first plain block shows their size, blocks of another one than the rule's do not enter.
+            Verdict::Derived => manner.tells_salts() && block == RULE_BLOCK && !line.changed,
             Verdict::Believed | Verdict::Refused => false,
         };
         let least = match line.replay {

@@ -3,7 +3,8 @@
 //!
 //! A history is a number: `KVLANE_HISTORIES=100000` runs so many, from `KVLANE_HISTORY_SEED` on (default 0). One that
 //! ends in a difference says its number, and the fewest steps of it that still do; `KVLANE_HISTORY_SEED=N
-//! KVLANE_HISTORIES=1` runs it again, with `KVLANE_HISTORY_STEPS=M` as far as that.
+//! KVLANE_HISTORIES=1` runs it again, with `KVLANE_HISTORY_STEPS=M` as far as that and
+//! `KVLANE_HISTORY_TOLD=1` telling what happens.
 
 mod chance;
 mod engine;
