@@ -1,7 +1,9 @@
 //! Micro-benchmarks and side-by-side comparisons of kvlane. Every run prints its seed and setup with its figures.
 
+mod clock;
 mod e2e;
 mod hash;
+mod ingest;
 mod lookup;
 mod memory;
 mod prompt;
@@ -23,10 +25,15 @@ enum Command {
     E2e(e2e::E2eArgs),
     /// Nanoseconds per block key.
     Hash(hash::Args),
+    /// Cache events: blocks per second, bytes per held block, idle CPU and delay with thousands of streams.
+    Ingest(ingest::Args),
     /// Inventory look-up and route decision, adds and bytes per pair, beside the same store in evmap.
     Lookup(lookup::Args),
     /// From a request body to block keys, part by part, through the prefix cache.
     Prompt(prompt::Args),
+    /// Engines' event sockets, as a child of a benchmark.
+    #[command(hide = true)]
+    IngestPublishers(ingest::publishers::Args),
     /// The gateway, as a child of a benchmark.
     #[command(hide = true)]
     Gateway {
@@ -40,6 +47,8 @@ fn main() -> anyhow::Result<ExitCode> {
     match Cli::parse().command {
         Command::E2e(args) => return e2e::main(&args),
         Command::Hash(args) => print!("{}", hash::run(&args)),
+        Command::Ingest(args) => print!("{}", ingest::run(&args)?),
+        Command::IngestPublishers(args) => ingest::publishers::run(&args)?,
         Command::Lookup(args) => print!("{}", lookup::run(&args)?),
         Command::Prompt(args) => print!("{}", prompt::run(&args)?),
         Command::Gateway { arguments } => return Ok(loadgen::child::gateway(arguments)),

@@ -18,6 +18,7 @@ mod copies;
 mod counts;
 mod derived;
 mod events;
+mod feed;
 mod framing;
 mod msgpack;
 mod parity;
@@ -45,6 +46,7 @@ use shards::service::{EndpointShared, Engine};
 
 pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
+pub use feed::{Feed, FeedShape};
 pub use framing::check_any_framing;
 pub use parity::{UseLeg, UseStatus};
 use poller::{Poller, Waker};

@@ -11,7 +11,7 @@ use shards::inventory::{OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
 use super::calibrate::{Finding, Verdict};
 use super::copies::{Copies, Keying, Op};
 use super::events::Reject;
-use super::framing::Framed;
+use super::framing::{self, Framed};
 use super::parity::UseStats;
 use super::poller::Poller;
 use super::sockets::{Contexts, Frames, Link, Watched};
@@ -197,12 +197,23 @@ impl Source {
                 None
             }
         };
+        Source { socket, token, ..Source::closed(name, from, place, by_use, writer) }
+    }
+
+    /// A source without sockets, that only [`Source::feed`] brings anything.
+    pub(crate) fn closed(
+        name: StreamName,
+        from: RankSource,
+        place: usize,
+        by_use: &Arc<UseStats>,
+        writer: &mut Writer,
+    ) -> Self {
         Source {
             endpoint: name.endpoint,
             place,
-            token,
+            token: 0,
             stream: Stream::new(from.replay.is_some()),
-            socket,
+            socket: None,
             links: HashSet::new(),
             replay: None,
             holder: add_holder(writer, name.endpoint, name.rank, Keying::Rule, false),
@@ -213,6 +224,21 @@ impl Source {
             stats: Arc::new(StreamStats { by_use: Arc::clone(by_use), ..StreamStats::default() }),
             name,
             from,
+        }
+    }
+
+    /// A connection of a source without sockets.
+    pub(crate) fn feed_connection(&mut self, copies: &mut Copies, writer: &mut Writer) {
+        self.step(copies, writer, |stream, act| stream.connected(&mut |a| act(a)));
+    }
+
+    /// A message of a source without sockets.
+    pub(crate) fn feed(&mut self, frames: &[&[u8]], copies: &mut Copies, writer: &mut Writer) {
+        match framing::published(frames) {
+            Framed::Batch(seq, payload) => {
+                self.step(copies, writer, |stream, act| stream.live(seq, payload, &mut |a| act(a)));
+            }
+            _ => self.stats.reject(Reject::Frames),
         }
     }
 

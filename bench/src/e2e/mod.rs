@@ -10,7 +10,7 @@
 
 mod backend;
 pub(crate) mod bodies;
-mod cpu;
+pub mod cpu;
 mod proxies;
 
 use std::collections::BTreeMap;
