@@ -14,6 +14,9 @@ use shards::ids::BlockKey;
 /// Entries kept in the queue beyond twice the live ones before the dead are swept out.
 const DEAD_MIN: usize = 1024;
 
+/// Least room that the queue grows by, in entries.
+const GROWTH_MIN: usize = 64;
+
 /// A key (in halves, so that an entry takes 12 bytes and not 16) and its copies; 0 copies = dead.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
@@ -89,6 +92,10 @@ impl CopyCounts {
             }
             Slot::Vacant(slot) => {
                 slot.insert(front.wrapping_add(entries.len() as u32));
+                if entries.len() == entries.capacity() {
+                    // Doubling would leave a third of the room unused in the mean.
+                    entries.reserve_exact(entries.len() / 8 + GROWTH_MIN);
+                }
                 entries.push_back(Entry { low: key.0 as u32, high: (key.0 >> 32) as u32, copies: 1 });
                 Change::First
             }

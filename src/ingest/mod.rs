@@ -65,7 +65,8 @@ const COMMANDS_MAX: usize = 1024;
 pub struct IngestOptions {
     /// Cores to pin one thread each to; none = one thread, not pinned.
     pub cores: Vec<usize>,
-    /// In-flight counts of the process, to be summed up every 200 µs while something is in flight.
+    /// In-flight counts of the process, to be summed up every 200 µs while something is in flight and there are
+    /// several shards.
     pub loads: Arc<LoadTable>,
     /// Most (rank, group, key) entries kept per endpoint (`LOXILB_KV_MAX_BLOCKS`); beyond it the oldest go.
     pub max_blocks_per_endpoint: usize,
@@ -215,7 +216,7 @@ impl Ingest {
                 poller,
                 commands: receiver,
                 shared: Arc::clone(&ingest.shared),
-                loads: (number == 0).then(|| Arc::clone(&loads)),
+                loads: (number == 0 && loads.shards() > 1).then(|| Arc::clone(&loads)),
                 blocks_max: max_blocks_per_endpoint,
                 replay_timeout,
             };

@@ -12,7 +12,7 @@ use super::{Guard, Run, SpaceIndex};
 use crate::ids::BlockKey;
 
 /// Keys looked up before their sets are looked at, so that the memory accesses overlap.
-const BATCH: usize = 16;
+const BATCH: usize = 32;
 /// `Member::blocks` of a holder that has all keys so far.
 const ALL: u32 = u32::MAX;
 
@@ -98,6 +98,7 @@ impl Walk {
         }
         let mut last = None;
         for batch in rest.chunks(BATCH) {
+            table.touch(batch.iter().copied());
             let mut sets = [SetRef::EMPTY; BATCH];
             for (set, key) in sets.iter_mut().zip(batch) {
                 *set = table.find(*key);
