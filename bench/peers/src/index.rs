@@ -206,11 +206,11 @@ impl Index for CompressedTree {
             }
             decoding += clock::thread_cpu() - start;
             anyhow::ensure!(events.len() == payloads.len(), "the decoder leaves events out");
-            let (all, own) = (clock::process_cpu(), clock::thread_cpu());
+            let (all, own) = (process_cpu(), clock::thread_cpu());
             events.into_iter().try_for_each(|event| pool.enqueue_event(event))?;
             runtime.block_on(pool.flush_and_wait())?;
             // The pool's thread alone: handing over is this thread's.
-            applying += (clock::process_cpu() - all).saturating_sub(clock::thread_cpu() - own);
+            applying += (process_cpu() - all).saturating_sub(clock::thread_cpu() - own);
         }
         let filled = Filled { whole: Some(decoding + applying), index_only: Some(applying) };
         Ok((CompressedTree(pool), filled))
@@ -226,4 +226,12 @@ impl Index for CompressedTree {
         let found = self.0.backend().find_matches(query, false);
         runs.extend(found.scores.iter().map(|(worker, blocks)| (worker.worker_id as u32, *blocks)));
     }
+}
+
+/// CPU time of all threads of the process.
+fn process_cpu() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the pointer is to a live, writable timespec; the clock exists on every Linux, so the call succeeds.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }

@@ -23,7 +23,7 @@ use crate::clock;
 use crate::e2e::cpu;
 
 /// How long connecting may take, and a message may be on its way.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(120);
 /// Rest between connecting and measuring.
 const SETTLE: Duration = Duration::from_secs(3);
 /// Pause of the reader between two looks: what a measured delay may be too long.
@@ -95,7 +95,12 @@ pub fn measure(args: &Args, seed: u64) -> anyhow::Result<Report> {
     ingest.add_service(sources(args, &publishers.ports), writer)?;
     let ready = || ingest.status().iter().filter(|stream| stream.connected && stream.eligible).count();
     while ready() < streams {
-        anyhow::ensure!(start.elapsed() < PATIENCE, "only {} of {streams} streams connected", ready());
+        anyhow::ensure!(
+            start.elapsed() < PATIENCE,
+            "only {} of {streams} streams connected, with {} descriptors; `ulimit -Hn` bounds them",
+            ready(),
+            std::fs::read_dir("/proc/self/fd")?.count()
+        );
         std::thread::sleep(Duration::from_millis(50));
     }
     let connect = start.elapsed();
