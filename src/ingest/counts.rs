@@ -75,6 +75,17 @@ impl CopyCounts {
         self.places.find(hash(key.0), |place| at(entries, front, *place).key() == key.0).is_some()
     }
 
+    /// Reads what a look at the key will read. What comes back means nothing.
+    pub(crate) fn touch(&self, key: BlockKey) -> u32 {
+        let (entries, front) = (&self.entries, self.front);
+        let mut seen = 0;
+        let _ = self.places.find(hash(key.0), |place| {
+            seen ^= at(entries, front, *place).low;
+            false
+        });
+        seen
+    }
+
     /// Keys with at least one copy, oldest first.
     pub(crate) fn keys(&self) -> impl Iterator<Item = BlockKey> + '_ {
         self.entries.iter().filter(|entry| entry.copies > 0).map(|entry| BlockKey(entry.key()))
