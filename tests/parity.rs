@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 
 use common::client;
 use common::fleet::{self, EngineProcess};
-use common::gateway::{Gateway, Options};
+use common::gateway::{Diagnosis, Gateway, Options};
 use common::{Scratch, free_port, wait_for};
 use serde_json::{Value, json};
 
@@ -52,6 +52,23 @@ impl Fleet {
             status["models"].as_array()?.iter().any(|model| model["state"] == "ready").then_some(())
         });
         fleet
+    }
+
+    /// What is wrong with the endpoints as wholes, in the API and the metrics.
+    fn endpoint_faults(&self) -> Vec<Value> {
+        let endpoints = self.gateway.api("/config/ai/kv/parity").json()["endpoints"].clone();
+        let faults: Vec<Value> = endpoints.as_array().expect("a list").iter().map(|e| e["faults"].clone()).collect();
+        for (ep, fault) in faults.iter().enumerate() {
+            let ep = ep.to_string();
+            for leg in fault.as_array().expect("a list").iter().filter_map(Value::as_str) {
+                let shown = self.gateway.metric("kvlane_parity_endpoint_fault", &[("ep_idx", &ep), ("leg", leg)]);
+                // Between the two answers the state may change: then the next look finds both.
+                if shown != Some(1.0) {
+                    return Vec::new();
+                }
+            }
+        }
+        faults
     }
 
     fn metric(&self, name: &str, ep: &str) -> f64 {
@@ -126,6 +143,8 @@ fn an_engine_as_the_rule_says_is_exact() {
     let fleet = Fleet::start("--seed 0", |rule| rule);
     fleet.prompts_hit_when_they_come_again(0..PROMPTS);
     fleet.verdict_is("exact", &[], &[], &["sha256_cbor"]);
+    let found = fleet.gateway.doctor(&["--url", &fleet.gateway.url()]);
+    assert_eq!((found.code, found.wrong()), (Some(0), vec![]), "{:#}", found.report);
     for (index, engine) in fleet.engines.iter().enumerate() {
         assert_eq!(fleet.gateway.inventory(0, index as u32), engine.keys(), "these are the engine's own keys");
     }
@@ -136,6 +155,7 @@ fn another_seed_is_named_and_prompts_hit_all_the_same() {
     let fleet = Fleet::start("--seed 42", |rule| rule);
     fleet.prompts_hit_when_they_come_again(0..PROMPTS);
     fleet.verdict_is("derived", &["seed"], &[], &["\"42\"", "kvNoneHashSeed"]);
+    fleet.gateway.doctor(&[]).only("seed", &["\"42\"", "kvNoneHashSeed"]);
 }
 
 #[test]
@@ -150,6 +170,7 @@ fn another_algorithm_is_named_where_the_rule_names_one_and_prompts_hit_all_the_s
     let fleet = Fleet::start("--seed 0 --algo xxhash_cbor", |rule| rule);
     fleet.prompts_hit_when_they_come_again(0..PROMPTS);
     fleet.verdict_is("derived", &["algorithm"], &[], &["kvHashAlgo is sha256_cbor", "xxhash_cbor"]);
+    fleet.gateway.doctor(&[]).only("algorithm", &["kvHashAlgo is sha256_cbor", "xxhash_cbor"]);
 }
 
 #[test]
@@ -169,6 +190,10 @@ fn another_block_size_is_named_with_both_numbers_and_prompts_hit_all_the_same() 
         fleet.prompts_hit_when_they_come_again(0..PROMPTS);
         fleet.verdict_is("derived", &["block_size"], &[], &["kvBlockSize is 16", word, "block_size_mismatch"]);
         assert!(fleet.parity().iter().any(|rank| rank["engine_block_tokens"] == size));
+        fleet
+            .gateway
+            .doctor(&[])
+            .only("block_size", &["kvBlockSize is 16", word, &format!("set kvBlockSize to {size}")]);
     }
 }
 
@@ -218,6 +243,9 @@ fn another_chat_template_shows_by_use_and_clears_by_itself() {
     let rank = fleet.parity().remove(0);
     assert_eq!((&rank["verdict"], &rank["faults"]), (&json!("exact"), &json!([])), "the keys themselves are right");
     assert!(fleet.gateway.log().contains("kvChatTemplate"), "the log says what to compare");
+    let endpoint = fleet.gateway.api("/config/ai/kv/parity").json()["endpoints"][0].clone();
+    assert_eq!(endpoint["faults"], json!(["template"]), "{endpoint}");
+    fleet.gateway.doctor(&[]).only("template", &["template: token 0", "kvChatTemplate", "other.jinja"]);
     assert_eq!(sum("fulfilled"), 0);
 
     // Prompts that come again hit nothing, which the watchdog sees.
@@ -231,4 +259,69 @@ fn another_chat_template_shows_by_use_and_clears_by_itself() {
     }
     wait_for("no alarm is left", || (alarms("template") == 0).then_some(()));
     assert!(sum("fulfilled") > 0);
+}
+
+#[test]
+fn an_engine_that_serves_its_model_under_another_name_is_named_with_both_and_clears_by_itself() {
+    let engines: Vec<_> = (0..2).map(|_| EngineProcess::start("--time-scale 0 --fault model=acme/renamed")).collect();
+    let tokenizers = fleet::tokenizers();
+    let port = free_port();
+    let config = fleet::rule(port, &tokenizers, &engines);
+    let gateway = Gateway::start(Options { config, ..Options::default() });
+    let address = ([127, 0, 0, 1], port).into();
+    let fleet = Fleet { gateway, engines, address, _tokenizers: tokenizers };
+    let renamed = |number| json!({"model": "acme/renamed", "prompt": prompt(number)["prompt"], "max_tokens": 1});
+    let named = json!(["model"]);
+    wait_for("both endpoints have the fault", || {
+        (fleet.endpoint_faults() == [named.clone(), named.clone()]).then_some(())
+    });
+    fleet.ask(&renamed(0));
+    assert_eq!(
+        fleet.gateway.metric("loxilb_pd_kv_tier15_miss_reason_total", &[("reason", "tokenizer_missing")]),
+        Some(1.0)
+    );
+    let endpoint = fleet.gateway.api("/config/ai/kv/parity").json()["endpoints"][0].clone();
+    let detail = endpoint["details"][0]["detail"].as_str().expect("a sentence").to_owned();
+    for word in ["\"acme/renamed\"", "kvlane__demo", "acme__renamed", "--served-model-name kvlane/demo"] {
+        assert!(detail.contains(word), "{word:?} in {detail:?}");
+    }
+    assert_eq!(fleet.gateway.log().matches("parity: the engine serves").count(), 2, "once for each");
+    fleet.gateway.doctor(&[]).only("model", &["\"acme/renamed\"", "kvlane__demo", "acme__renamed"]);
+    let asked = Diagnosis::of(&["--url", &fleet.gateway.url()]);
+    asked.only("endpoint", &["model", "acme__renamed"]);
+
+    let directory = fleet._tokenizers.path();
+    std::os::unix::fs::symlink("kvlane__demo", directory.join("acme__renamed")).expect("the fix that is proposed");
+    wait_for("the fault is over", || (fleet.endpoint_faults() == [json!([]), json!([])]).then_some(()));
+    for number in 1..4 {
+        fleet.ask(&renamed(number));
+    }
+    fleet.settle();
+    (1..4).for_each(|number| _ = fleet.ask(&renamed(number)));
+    assert!(fleet.both("loxilb_pd_kv_tier15_hits_total") >= 3.0, "prompts hit");
+    let found = fleet.gateway.doctor(&["--url", &fleet.gateway.url()]);
+    assert_eq!((found.code, found.wrong()), (Some(0), vec![]), "{:#}", found.report);
+}
+
+#[test]
+fn an_engine_that_is_busy_and_announces_nothing_is_reported_until_it_does() {
+    let fleet = Fleet::start("--seed 0 --fault silence", |rule| rule);
+    assert!(fleet.endpoint_faults().iter().all(|faults| *faults == json!([])), "it may be idle");
+    let silent = json!(["silent"]);
+    let mut number = 0;
+    wait_for("both endpoints are reported", || {
+        fleet.ask(&prompt(number));
+        number += 1;
+        (fleet.endpoint_faults() == [silent.clone(), silent.clone()]).then_some(())
+    });
+    assert_eq!(fleet.gateway.log().matches("announces none of their blocks").count(), 2, "once for each");
+    fleet.gateway.doctor(&["--probe", "--wait", "1"]).only("events", &["nothing published", "enable_kv_cache_events"]);
+    for engine in &fleet.engines {
+        client::post(engine.address, "/debug/fault", &json!({"fault": "silence", "value": false}));
+    }
+    wait_for("it is over", || {
+        fleet.ask(&prompt(number));
+        number += 1;
+        (fleet.endpoint_faults() == [json!([]), json!([])]).then_some(())
+    });
 }

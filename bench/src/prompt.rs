@@ -15,7 +15,8 @@ use loadgen::assets::{self, DEMO_MODEL};
 use loadgen::workload::Random;
 use serde_json::{Value, json};
 use shards::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
-use shards::prompt::{Api, BodyView, Job, Keying, Model, ModelFiles, PrefixCache, Step, slug};
+use shards::prompt::{Api, BodyView, Job, Keying, Model, ModelFiles, PrefixCache, Rendering, Step, slug};
+use shards::service::Engine;
 
 use crate::e2e::bodies::{CONVERSATIONS, Conversations};
 
@@ -100,7 +101,7 @@ impl Bench {
         let start = Instant::now();
         let view = BodyView::parse(body).context("a body of our own is JSON")?;
         let viewed = Instant::now();
-        let job = Job::of_view(api, &view, &self.model, None, keying, &mut self.cache);
+        let job = Job::of_view(api, &view, &self.model, Rendering::of(Engine::Vllm), keying, &mut self.cache);
         let mut job = job.map_err(|reason| anyhow::anyhow!("the prompt has no keys: {reason:?}"))?;
         let begun = Instant::now();
         for _ in 0..slices {
@@ -265,7 +266,7 @@ fn long(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()>
                 let prompt = loadgen::workload::words::text_of_bytes(&mut random, bytes);
                 let body = match api {
                     Api::Completions => json!({ "model": args.model, "prompt": prompt }),
-                    Api::ChatCompletions => {
+                    _ => {
                         json!({ "model": args.model, "messages": [{ "role": "user", "content": prompt }] })
                     }
                 };

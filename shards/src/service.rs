@@ -16,6 +16,7 @@ use crate::inventory;
 use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
+use crate::prompt::Rendering;
 
 /// Everything a shard needs to serve: handed over whole, swapped at once.
 #[derive(Debug)]
@@ -114,6 +115,10 @@ pub struct KvExact {
     pub adapters: HashMap<Box<str>, Adapter>,
     /// Chat template file's text that overrides the model's own (`kvChatTemplate`), if the rule names one.
     pub chat_template: Option<Arc<str>>,
+    /// Template arguments the engines were started with (`kvChatTemplateKwargs`): a JSON object that has been checked.
+    pub chat_template_kwargs: Option<Arc<str>>,
+    /// Whether engines put a BOS token before texts (`kvAddBos`); none = as the model's files say.
+    pub add_bos: Option<bool>,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -128,6 +133,19 @@ pub struct KvExact {
     pub zero_hit_every: u32,
     /// The service's inventory, to be read.
     pub inventory: inventory::ReaderFactory,
+}
+
+impl KvExact {
+    /// How the service's engines turn requests into prompts.
+    #[must_use]
+    pub fn rendering(&self, engine: Engine) -> Rendering<'_> {
+        Rendering {
+            engine,
+            template: self.chat_template.as_ref(),
+            kwargs: self.chat_template_kwargs.as_deref(),
+            add_bos: self.add_bos,
+        }
+    }
 }
 
 /// An adapter that a service's engines serve beside their model.
@@ -213,6 +231,12 @@ pub enum MissReason {
     Template,
     /// The prompt could not be understood (shape, encoding).
     Tokenize,
+    /// Engines render this model's chats in code, not by a template.
+    EngineRendered,
+    /// Media or embeddings stand before the first certain block.
+    Media,
+    /// The prompt continues something that only the engine has stored.
+    Stored,
     /// The request's adapter, salt or other extra cannot be keyed under the engines' contract.
     Extras,
     /// The prompt has no full block.
@@ -227,7 +251,7 @@ pub enum MissReason {
 
 impl MissReason {
     /// Every reason, in the order of the counters.
-    pub const ALL: [MissReason; 13] = [
+    pub const ALL: [MissReason; 16] = [
         MissReason::ModeOff,
         MissReason::TextEmpty,
         MissReason::ModelEmpty,
@@ -236,6 +260,9 @@ impl MissReason {
         MissReason::TemplateMissing,
         MissReason::Template,
         MissReason::Tokenize,
+        MissReason::EngineRendered,
+        MissReason::Media,
+        MissReason::Stored,
         MissReason::Extras,
         MissReason::Hashes,
         MissReason::NoWorker,
@@ -255,6 +282,9 @@ impl MissReason {
             MissReason::TemplateMissing => "template_missing",
             MissReason::Template => "template",
             MissReason::Tokenize => "tokenize",
+            MissReason::EngineRendered => "engine_rendered",
+            MissReason::Media => "media",
+            MissReason::Stored => "stored",
             MissReason::Extras => "extras",
             MissReason::Hashes => "hashes",
             MissReason::NoWorker => "no_worker",

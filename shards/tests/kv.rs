@@ -11,8 +11,8 @@ use std::time::SystemTime;
 use shards::block::{Contract, HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ShardId};
 use shards::inventory::{self, Writer};
-use shards::prompt::{Api, Entry, Job, Keying, Model, ModelFiles, ModelTable, Step};
-use shards::service::{KvExact, MissReason, Tables};
+use shards::prompt::{Api, Entry, Job, Keying, Model, ModelFiles, ModelTable, Rendering, Step};
+use shards::service::{self, KvExact, MissReason, Tables};
 use shards::shard::Command;
 use support::*;
 
@@ -42,7 +42,8 @@ fn completion(prompt: &str) -> Vec<u8> {
 
 fn keys(model: &Arc<Model>, body: &[u8]) -> Vec<BlockKey> {
     let keying = Keying { contract: &contract(), block_tokens: BLOCK_TOKENS, lora: None };
-    let mut job = Job::new(Api::Completions, body, model, None, keying).expect("a prompt");
+    let mut job =
+        Job::new(Api::Completions, body, model, Rendering::of(service::Engine::Vllm), keying).expect("a prompt");
     while job.step().expect("a good prompt") == Step::More {}
     job.take_keys().to_vec()
 }
@@ -59,6 +60,8 @@ fn gateway(rung: shards::executor::Rung, model: &Arc<Model>, engines: &[&Engine]
         algo_given: true,
         adapters: HashMap::new(),
         chat_template: None,
+        chat_template_kwargs: None,
+        add_bos: None,
         min_match_tokens: 16,
         spill_relief: false,
         mean_load_factor: 175,

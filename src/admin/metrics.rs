@@ -145,6 +145,19 @@ fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std
     families.gauge("loxilb_pd_ep_info", "Address of the endpoint", info)?;
     let up = each_endpoint(view).map(|(labels, endpoint)| (labels, u64::from(endpoint.is_candidate())));
     families.gauge("kvlane_endpoint_up", "Whether requests may go to the endpoint", up)?;
+    let faults = view.entries.iter().flat_map(|entry| {
+        let of_endpoint = move |endpoint: &Endpoint| {
+            let index = endpoint.shared.index;
+            control.findings.of((entry.id, index)).into_iter().map(move |finding| {
+                let mut labels = service(entry);
+                labels.push(("ep_idx", index.0.to_string()));
+                labels.push(("leg", finding.leg.name().to_owned()));
+                (labels, 1)
+            })
+        };
+        entry.service.endpoints.iter().filter(|endpoint| !endpoint.retired).flat_map(of_endpoint)
+    });
+    families.gauge("kvlane_parity_endpoint_fault", "What is wrong with the endpoint as a whole", faults)?;
     let flight = each_endpoint(view).map(|(labels, e)| (labels, u64::from(control.loads.total(e.shared.slot))));
     families.gauge("kvlane_endpoint_in_flight", "Requests under way at the endpoint", flight)
 }

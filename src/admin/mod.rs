@@ -7,6 +7,7 @@
 
 mod accept;
 mod answers;
+mod contract;
 mod inventory;
 mod metrics;
 mod parity;
@@ -105,6 +106,7 @@ fn api(context: Context) -> Router {
             &format!("{lb}/hosturl/{{host}}/{key}/portmax/{{portmax}}/protocol/{{protocol}}"),
             delete(rules::delete_key),
         )
+        .route("/config/ai/kv/contract", get(contract::report))
         .route("/config/ai/kv/inventory", get(inventory::dump))
         .route("/config/ai/kv/models", get(status::models))
         .route("/config/ai/kv/parity", get(parity::report))

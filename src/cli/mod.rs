@@ -1,10 +1,15 @@
-//! The command line: `kvlane serve`, `kvlane check` and `kvlane hash`.
+//! The command line: `kvlane serve`, `check`, `doctor`, `events`, `render`, `explain` and `hash`.
 //!
 //! Exit codes: 0 = it went right, 1 = the answer is "no" (a file with problems, a gateway that cannot start),
 //! 2 = the command itself was wrong.
 
 mod check;
 mod descriptors;
+mod doctor;
+mod events;
+mod explain;
+mod inquiry;
+mod render;
 mod serve;
 
 use std::ffi::OsString;
@@ -44,6 +49,14 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Check a configuration against its live engines, and say what to do about what does not fit; reads only.
+    Doctor(doctor::DoctorArgs),
+    /// Print engines' cache events as JSON, a line each.
+    Events(events::EventsArgs),
+    /// Print the text or the token ids that an engine makes of the request on standard input.
+    Render(render::RenderArgs),
+    /// Print what the gateway makes of a request: service, text, ids, keys, who holds them, and the decision.
+    Explain(explain::ExplainArgs),
     /// Print the block keys of token ids by an engine's contract; the ids come as a JSON array on standard input.
     Hash(HashArgs),
 }
@@ -63,6 +76,10 @@ pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
         Ok(arguments) => match arguments.command {
             Command::Serve { config } => serve::serve(config.as_deref()),
             Command::Check { file, json } => check::check(&file, json),
+            Command::Doctor(arguments) => doctor::doctor(&arguments),
+            Command::Events(arguments) => events::events(&arguments),
+            Command::Render(arguments) => render::render(&arguments),
+            Command::Explain(arguments) => explain::explain(&arguments),
             Command::Hash(arguments) => hash(&arguments),
         },
         Err(error) => {
@@ -90,6 +107,13 @@ fn hash(arguments: &HashArgs) -> Outcome {
             if matches!(error, HashError::Io(_)) { Outcome::No } else { Outcome::Usage }
         }
     }
+}
+
+/// Lets the prompt path say on standard error why it refuses a request: the reason's name alone helps little.
+fn say_why_prompts_are_refused() {
+    let to_stderr = tracing_subscriber::fmt().with_writer(std::io::stderr).without_time().with_target(false);
+    // A subscriber that is there already shows them in its own way.
+    let _ = to_stderr.with_env_filter("off,shards::prompt=debug").try_init();
 }
 
 /// The environment's defaults of rules.

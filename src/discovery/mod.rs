@@ -21,7 +21,7 @@ use shards::ids::{EndpointIndex, ServiceId};
 use shards::service::Engine;
 
 pub use facts::{EndpointFacts, ServiceFacts};
-pub use http::{Reply, get, request};
+pub use http::{Call, Reply, get, request};
 
 /// How often an endpoint is asked.
 pub const PERIOD: Duration = Duration::from_secs(5);

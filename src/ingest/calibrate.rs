@@ -317,7 +317,7 @@ impl Calibrator {
 }
 
 /// The extra keys of one block as their event tells them; none where they are of a shape that is not known.
-fn extra_keys<'a>(wire: &'a [u8], lora_name: Option<&'a str>) -> Option<Vec<ExtraKey<'a>>> {
+pub(super) fn extra_keys<'a>(wire: &'a [u8], lora_name: Option<&'a str>) -> Option<Vec<ExtraKey<'a>>> {
     let mut reader = Reader::new(wire);
     let text = |bytes: &'a [u8]| std::str::from_utf8(bytes).ok();
     let mut keys = Vec::new();

@@ -14,10 +14,12 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 use shards::block::DerivedChain;
+use shards::block::vllm::ExtraKey;
 use shards::ids::BlockKey;
 
+use super::calibrate::extra_keys;
 use super::counts;
-use super::events::Stored;
+use super::events::{Marks, Stored};
 
 /// Entries kept beyond twice what is held before the unneeded ones are swept out.
 const SWEEP_MIN: usize = 1024;
@@ -70,19 +72,19 @@ impl OwnKeys {
         if size == 0 || !whole || !stored.tokens.decode(&mut self.tokens) {
             return Err(NotDerived::NoTokens);
         }
+        let marks = stored.marks;
+        let mut extras = marks.extra_keys().peekable();
         let mut chain = match stored.parent {
-            None => DerivedChain::root(),
+            None => root_of(&marks, extras.peek().copied().flatten()),
             Some(parent) => DerivedChain::after(self.get(parent).ok_or(NotDerived::Orphan)?),
         };
-        let adapter = stored.marks.adapter();
-        let mut extras = stored.marks.extra_keys();
         for (tokens, engine) in self.tokens.chunks_exact(size).zip(stored.keys.iter()) {
             let extra = extras.next().flatten();
-            let key = if extra.is_none() && adapter.iter().all(|part| part.is_empty()) {
+            let key = if names(&marks, extra).is_some() {
                 chain.push(tokens)
             } else {
                 self.mark.clear();
-                for part in adapter.into_iter().chain(extra) {
+                for part in marks.adapter().into_iter().chain(extra) {
                     self.mark.extend_from_slice(&(part.len() as u64).to_le_bytes());
                     self.mark.extend_from_slice(part);
                 }
@@ -116,6 +118,27 @@ impl OwnKeys {
             self.own.shrink_to(2 * self.own.len());
         }
     }
+}
+
+/// Where the chain of a first block begins, which says of all that follow whose they are.
+fn root_of(marks: &Marks<'_>, extra: Option<&[u8]>) -> DerivedChain {
+    names(marks, extra).map_or(DerivedChain::root(), |(adapter, salt)| DerivedChain::root_of(adapter, salt))
+}
+
+/// The adapter and the salt of a block, where these and its tokens are all that it is: a request says both, so that its
+/// prompt can be given the same key. Otherwise none, and what is announced marks the block as it stands.
+fn names<'a>(marks: &Marks<'a>, extra: Option<&'a [u8]>) -> Option<(Option<&'a str>, Option<&'a str>)> {
+    let (mut adapter, mut salt) = marks.names()?;
+    if let Some(extra) = extra {
+        for key in extra_keys(extra, adapter)? {
+            match key {
+                ExtraKey::Lora { name, .. } => adapter = Some(name),
+                ExtraKey::CacheSalt(text) => salt = Some(text),
+                _ => return None,
+            }
+        }
+    }
+    Some((adapter, salt))
 }
 
 #[cfg(test)]

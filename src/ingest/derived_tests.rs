@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use shards::block::vllm::{Algorithm, Tagging};
-use shards::block::{Chain, Contract, NoneHash};
+use shards::block::{Chain, Contract, KeyStream, NoneHash, PromptExtras};
 use shards::inventory::Space;
 
 use super::super::calibrate::Believed;
@@ -320,7 +320,15 @@ fn a_block_that_is_more_than_its_tokens_has_another_key_and_so_has_what_follows(
         OwnKeys::default().derive(&stored, &mut keys).expect("all is said");
         keys
     };
+    let prompt = |salt: Option<&str>| {
+        let extras = PromptExtras { cache_salt: salt.map(str::to_owned), ..PromptExtras::default() };
+        let size = NonZeroU32::new(RULE_BLOCK).expect("above 0");
+        let mut stream = KeyStream::new(&Contract::Derived, &extras, size).expect("own keys know salts");
+        let mut rest = &tokens[..];
+        std::iter::from_fn(|| stream.next_key(&mut rest)).collect::<Vec<_>>()
+    };
     let (plain, salted, other) = (derive(&[None, None]), derive(&[Some("a"), None]), derive(&[Some("b"), None]));
+    assert_eq!([prompt(None), prompt(Some("a")), prompt(Some("b"))], [&plain, &salted, &other].map(Clone::clone));
     for (left, right) in [(&plain, &salted), (&plain, &other), (&salted, &other)] {
         assert!(left[0] != right[0] && left[1] != right[1]);
     }

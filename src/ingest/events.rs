@@ -132,6 +132,12 @@ impl<'a> Keys<'a> {
         self.last
     }
 
+    /// The keys as the engine sends them.
+    pub(crate) fn heads(self) -> impl Iterator<Item = Head<'a>> {
+        let mut reader = Reader::new(self.wire);
+        std::iter::from_fn(move || reader.head().ok())
+    }
+
     pub(crate) fn iter(self) -> impl Iterator<Item = BlockKey> + 'a {
         let mut reader = Reader::new(self.wire);
         std::iter::from_fn(move || key(reader.head().ok()?).ok())
@@ -193,6 +199,27 @@ impl<'a> Marks<'a> {
     /// What all the blocks have in common, as bytes; all empty for plain blocks.
     pub(crate) fn adapter(&self) -> [&'a [u8]; 4] {
         [self.lora_id, self.lora_name, self.cache_salt, self.mm_keys].map(Option::unwrap_or_default)
+    }
+
+    /// The adapter's name and the salt that all the blocks have in common; none where they have more in common than
+    /// these. The adapter's id, where its name stands beside it, says nothing more.
+    pub(crate) fn names(&self) -> Option<(Option<&'a str>, Option<&'a str>)> {
+        let adapter = self.lora_name();
+        let is_named = adapter.is_some() || (self.lora_id.is_none() && self.lora_name.is_none());
+        let is_salted = self.cache_salt.is_none() || text(self.cache_salt).is_some();
+        (is_named && is_salted && self.mm_keys.is_none()).then(|| (adapter, text(self.cache_salt)))
+    }
+
+    /// All of them by the engine's names, as msgpack; none where it says nil or nothing.
+    pub(crate) fn named(self) -> [(&'static str, Option<&'a [u8]>); 6] {
+        [
+            ("lora_id", self.lora_id),
+            ("lora_name", self.lora_name),
+            ("extra_keys", self.extra_keys),
+            ("lookahead_token_ids", self.lookahead),
+            ("cache_salt", self.cache_salt),
+            ("mm_keys", self.mm_keys),
+        ]
     }
 
     /// The tokens that the first block's hash looks ahead to.
@@ -394,6 +421,10 @@ fn event<'a>(reader: &mut Reader<'a>) -> Result<Event<'a>, Reject> {
 pub(crate) struct Batch<'a> {
     reader: Reader<'a>,
     left: u32,
+    /// The engine's clock, Unix seconds.
+    pub(crate) time: f64,
+    /// Values after the events.
+    more: u32,
 }
 
 impl<'a> Batch<'a> {
@@ -402,12 +433,29 @@ impl<'a> Batch<'a> {
         let mut reader = Reader::new(payload);
         let opened = (|| {
             let len = reader.array()?;
-            match reader.head()? {
-                Head::Float(_) | Head::Uint(_) | Head::Negative(_) if len >= 2 => reader.array(),
-                _ => Err(Malformed::Type),
-            }
+            let more = len.checked_sub(2).ok_or(Malformed::Type)?;
+            let time = match reader.head()? {
+                Head::Float(time) => time,
+                Head::Uint(time) => time as f64,
+                Head::Negative(time) => time as f64,
+                _ => return Err(Malformed::Type),
+            };
+            Ok((time, reader.array()?, more))
         })();
-        opened.map(|left| Batch { reader, left }).map_err(|_| Reject::Batch)
+        opened.map(|(time, left, more)| Batch { reader, left, time, more }).map_err(|_: Malformed| Reject::Batch)
+    }
+
+    /// What has not been read.
+    pub(crate) fn rest(&self) -> &'a [u8] {
+        self.reader.rest()
+    }
+
+    /// The rank that the batch names after its events; only once all of them were read.
+    pub(crate) fn rank(mut self) -> Option<u64> {
+        match (self.left, self.more, self.reader.head().ok()?) {
+            (0, 1.., Head::Uint(rank)) => Some(rank),
+            _ => None,
+        }
     }
 }
 
@@ -431,7 +479,7 @@ impl<'a> Iterator for Batch<'a> {
 }
 
 /// The property that any payload must have, for tests and fuzz targets: no panic, no more events than bytes, keys as
-/// many as announced, and a batch that is cut anywhere yields the same events up to the cut.
+/// many as announced, and a batch that is cut yields the same events up to the cut.
 ///
 /// # Panics
 /// Where the property does not hold.
@@ -453,7 +501,8 @@ pub fn check_any_bytes(payload: &[u8]) {
             assert_eq!(keys.iter().count(), keys.len() as usize);
         }
     }
-    for cut in 0..payload.len() {
+    // Everywhere in a short one, in 64 places of a long one: the time of all of them is quadratic.
+    for cut in (0..payload.len()).step_by(payload.len() / 64 + 1) {
         let Ok(batch) = Batch::open(&payload[..cut]) else { continue };
         let part: Vec<_> = batch.collect();
         let understood = part.iter().take_while(|event| event.is_ok()).count();

@@ -10,6 +10,8 @@ use shards::inventory::Writer;
 
 use super::calibrate::Believed;
 use super::copies::Copies;
+use super::framing;
+use super::sockets::Link;
 use super::source::Source;
 use super::status::{StreamName, StreamStatus};
 use super::{Mode, RankSource};
@@ -56,8 +58,10 @@ impl Feed {
                     address: String::new(),
                 };
                 let from = RankSource { rank: Rank(rank), mode: Mode::Connect(String::new()), replay: None };
-                let mut source = Source::closed(name, from, usize::from(rank), &by_use, &mut writer);
-                source.feed_connection(&mut copies, &mut writer);
+                let mut source = Source::new(name, from, usize::from(rank), 0, &by_use, &mut writer);
+                for link in [Link::Opened(0), Link::Ready] {
+                    source.linked(link, &mut copies, &mut writer);
+                }
                 source
             });
             let sources = sources.collect();
@@ -73,7 +77,7 @@ impl Feed {
     /// Where the shape has no such stream.
     pub fn message(&mut self, endpoint: u16, rank: u8, frames: &[&[u8]]) {
         let (copies, sources) = &mut self.endpoints[usize::from(endpoint)];
-        sources[usize::from(rank)].feed(frames, copies, &mut self.writer);
+        sources[usize::from(rank)].published(framing::published(frames), copies, &mut self.writer);
     }
 
     /// Publishes all that is pending; true when readers see it. False: a reader still reads the other side.

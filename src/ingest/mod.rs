@@ -20,6 +20,7 @@ mod derived;
 mod events;
 mod feed;
 mod framing;
+pub mod inspect;
 mod msgpack;
 mod parity;
 mod poller;
@@ -53,7 +54,7 @@ use poller::{Poller, Waker};
 use source::Source;
 use status::StreamStats;
 pub use status::{Replay, StreamName, StreamStatus};
-pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, check_any_json as check_any_trtllm_json};
+pub use trtllm::{Bearer, DrainFrom, DrainStatus, Phase, SecondDrainer, check_any_json as check_any_trtllm_json};
 use trtllm::{DrainSource, DrainStats};
 use worker::{Command, Worker, WorkerOptions};
 
@@ -318,6 +319,6 @@ fn spawn(number: usize, core: Option<usize>, worker: WorkerOptions) -> io::Resul
 }
 
 #[cfg(test)]
-mod history_tests;
+mod histories;
 #[cfg(test)]
 mod wire_tests;

@@ -87,6 +87,8 @@ pub(crate) struct UseStats {
     missed: AtomicU64,
     /// 0 = no alarm, else the leg's place + 1.
     alarm: AtomicU32,
+    /// The leg of the last miss in the same way; 0 = the last prediction was fulfilled, or there was none.
+    last_missed: AtomicU32,
 }
 
 /// How far an endpoint's blocks are what its prompts were predicted to have.
@@ -98,16 +100,20 @@ pub struct UseStatus {
     pub missed: u64,
     /// The leg that a run of misses points to.
     pub alarm: Option<UseLeg>,
+    /// The leg that the last miss points to, unless a prediction was fulfilled after it.
+    pub last_missed: Option<UseLeg>,
 }
 
 impl UseStats {
     pub(crate) fn status(&self) -> UseStatus {
+        let leg = |place: &AtomicU32| {
+            (place.load(Ordering::Relaxed) as usize).checked_sub(1).and_then(|leg| UseLeg::ALL.get(leg).copied())
+        };
         UseStatus {
             fulfilled: self.fulfilled.load(Ordering::Relaxed),
             missed: self.missed.load(Ordering::Relaxed),
-            alarm: (self.alarm.load(Ordering::Relaxed) as usize)
-                .checked_sub(1)
-                .and_then(|leg| UseLeg::ALL.get(leg).copied()),
+            alarm: leg(&self.alarm),
+            last_missed: leg(&self.last_missed),
         }
     }
 }
@@ -164,10 +170,13 @@ impl ByUse {
                 add(&stats.fulfilled, 1);
                 (self.misses, self.firsts) = Default::default();
                 stats.alarm.store(0, Ordering::Relaxed);
+                stats.last_missed.store(0, Ordering::Relaxed);
                 continue;
             }
             add(&stats.missed, 1);
-            self.misses[UseLeg::of(&prediction, held) as usize] += 1;
+            let leg = UseLeg::of(&prediction, held);
+            stats.last_missed.store(leg as u32 + 1, Ordering::Relaxed);
+            self.misses[leg as usize] += 1;
             let run: u32 = self.misses.iter().sum();
             if run >= MISSES_MAX && self.firsts >= MISSES_MAX && stats.alarm.load(Ordering::Relaxed) == 0 {
                 let most = (0..UseLeg::ALL.len()).rev().max_by_key(|leg| self.misses[*leg]).unwrap_or(0);

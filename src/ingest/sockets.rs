@@ -208,6 +208,11 @@ impl Frames {
         self.with(framing::replayed)
     }
 
+    /// The frames as they came; none where there were more than any message has.
+    pub(crate) fn parts(&self) -> Option<Vec<&[u8]>> {
+        Some(self.parts.get(..self.count)?.iter().map(|part| &part[..]).collect())
+    }
+
     fn with<'a>(&'a self, read: impl FnOnce(&[&'a [u8]]) -> Framed<'a>) -> Framed<'a> {
         let parts = self.parts.each_ref().map(|part| &part[..]);
         parts.get(..self.count).map_or(Framed::Malformed, read)

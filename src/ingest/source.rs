@@ -11,7 +11,7 @@ use shards::inventory::{OPS_PER_PUBLISH_MAX, SpaceIndex, Writer};
 use super::calibrate::{Finding, Verdict};
 use super::copies::{Copies, Keying, Op};
 use super::events::Reject;
-use super::framing::{self, Framed};
+use super::framing::Framed;
 use super::parity::UseStats;
 use super::poller::Poller;
 use super::sockets::{Contexts, Frames, Link, Watched};
@@ -96,9 +96,11 @@ struct Applier<'a> {
     keying: &'a mut Keying,
     eligible: bool,
     stats: &'a StreamStats,
-    /// The request that the stream wants to be under way; none = as it is.
-    request: Option<Option<u64>>,
+    request: Request,
 }
+
+/// The replay that is to be under way from now on: as it is, none, or one from a number on.
+pub(crate) type Request = Option<Option<u64>>;
 
 impl Applier<'_> {
     fn act(&mut self, action: Action<'_>) {
@@ -197,21 +199,22 @@ impl Source {
                 None
             }
         };
-        Source { socket, token, ..Source::closed(name, from, place, by_use, writer) }
+        Source { socket, ..Self::new(name, from, place, token, by_use, writer) }
     }
 
-    /// A source without sockets, that only [`Source::feed`] brings anything.
-    pub(crate) fn closed(
+    /// A source without a socket, which is told by others what happens.
+    pub(crate) fn new(
         name: StreamName,
         from: RankSource,
         place: usize,
+        token: u64,
         by_use: &Arc<UseStats>,
         writer: &mut Writer,
     ) -> Self {
         Source {
             endpoint: name.endpoint,
             place,
-            token: 0,
+            token,
             stream: Stream::new(from.replay.is_some()),
             socket: None,
             links: HashSet::new(),
@@ -224,21 +227,6 @@ impl Source {
             stats: Arc::new(StreamStats { by_use: Arc::clone(by_use), ..StreamStats::default() }),
             name,
             from,
-        }
-    }
-
-    /// A connection of a source without sockets.
-    pub(crate) fn feed_connection(&mut self, copies: &mut Copies, writer: &mut Writer) {
-        self.step(copies, writer, |stream, act| stream.connected(&mut |a| act(a)));
-    }
-
-    /// A message of a source without sockets.
-    pub(crate) fn feed(&mut self, frames: &[&[u8]], copies: &mut Copies, writer: &mut Writer) {
-        match framing::published(frames) {
-            Framed::Batch(seq, payload) => {
-                self.step(copies, writer, |stream, act| stream.live(seq, payload, &mut |a| act(a)));
-            }
-            _ => self.stats.reject(Reject::Frames),
         }
     }
 
@@ -257,7 +245,8 @@ impl Source {
     pub(crate) fn visit(&mut self, copies: &mut Copies, writer: &mut Writer, io: &mut Io<'_>) -> Left {
         // The monitor first: what it reports happened before anything that the socket brings afterwards.
         while let Some(link) = self.socket.as_ref().and_then(Watched::link) {
-            self.link(link, copies, writer, io);
+            let request = self.linked(link, copies, writer);
+            self.request(request, io);
         }
         let mut left = self.read_replay(copies, writer, io);
         for _ in 0..MESSAGES_PER_VISIT {
@@ -265,18 +254,47 @@ impl Source {
                 self.note(copies);
                 return left;
             }
-            let frames = &mut *io.frames;
-            match frames.published() {
-                Framed::Batch(seq, payload) => {
-                    let request = self.step(copies, writer, |stream, act| stream.live(seq, payload, &mut |a| act(a)));
-                    self.request(request, io);
-                }
-                _ => self.stats.reject(Reject::Frames),
-            }
+            let request = self.published(io.frames.published(), copies, writer);
+            self.request(request, io);
         }
         left = Left::More;
         self.note(copies);
         left
+    }
+
+    /// Takes a message of the publisher.
+    pub(crate) fn published(&mut self, framed: Framed<'_>, copies: &mut Copies, writer: &mut Writer) -> Request {
+        match framed {
+            Framed::Batch(seq, payload) => {
+                self.step(copies, writer, |stream, act| stream.live(seq, payload, &mut |a| act(a)))
+            }
+            Framed::End | Framed::Malformed => {
+                self.stats.reject(Reject::Frames);
+                None
+            }
+        }
+    }
+
+    /// Takes a message of the replay under way.
+    pub(crate) fn replayed(&mut self, framed: Framed<'_>, copies: &mut Copies, writer: &mut Writer) -> Request {
+        match framed {
+            Framed::Batch(seq, payload) => {
+                self.step(copies, writer, |stream, act| stream.replayed(seq, payload, &mut |a| act(a)))
+            }
+            Framed::End => {
+                self.stats.set_replay(Replay::Works);
+                self.step(copies, writer, |stream, act| stream.replay_ended(&mut |a| act(a)))
+            }
+            Framed::Malformed => {
+                self.stats.reject(Reject::Frames);
+                None
+            }
+        }
+    }
+
+    /// The replay under way is silent.
+    pub(crate) fn replay_silent(&mut self, copies: &mut Copies, writer: &mut Writer) -> Request {
+        self.step(copies, writer, |stream, act| stream.replay_timed_out(&mut |a| act(a)))
     }
 
     /// Gives up or repeats a replay that is overdue; false where none is under way.
@@ -288,7 +306,7 @@ impl Source {
         io: &mut Io<'_>,
     ) -> bool {
         if self.replay.as_ref().is_some_and(|request| request.deadline <= now) {
-            let request = self.step(copies, writer, |stream, act| stream.replay_timed_out(&mut |a| act(a)));
+            let request = self.replay_silent(copies, writer);
             self.request(request, io);
             self.note(copies);
         }
@@ -331,7 +349,7 @@ impl Source {
         copies: &mut Copies,
         writer: &mut Writer,
         step: impl FnOnce(&mut Stream, &mut dyn FnMut(Action<'_>)),
-    ) -> Option<Option<u64>> {
+    ) -> Request {
         let mut applier = Applier {
             copies,
             place: self.place,
@@ -355,14 +373,15 @@ impl Source {
         request
     }
 
-    fn link(&mut self, link: Link, copies: &mut Copies, writer: &mut Writer, io: &mut Io<'_>) {
+    /// Takes what became of a connection.
+    pub(crate) fn linked(&mut self, link: Link, copies: &mut Copies, writer: &mut Writer) -> Request {
         let (endpoint, rank) = (&self.name.label, self.name.rank.0);
-        let request = match link {
+        match link {
             Link::Opened(number) => {
                 self.links.insert(number);
-                return;
+                None
             }
-            Link::Retried => return,
+            Link::Retried => None,
             Link::Ready => {
                 tracing::info!(endpoint, rank, address = self.name.address, "KV events: connected");
                 copies.verify_again(self.place);
@@ -371,7 +390,7 @@ impl Source {
             Link::Closed(number) => {
                 self.links.remove(&number);
                 if !self.links.is_empty() || !self.stream.is_connected() {
-                    return;
+                    return None;
                 }
                 tracing::warn!(
                     endpoint,
@@ -384,11 +403,10 @@ impl Source {
                 let _ = writer.try_publish();
                 request
             }
-        };
-        self.request(request, io);
+        }
     }
 
-    fn request(&mut self, request: Option<Option<u64>>, io: &mut Io<'_>) {
+    fn request(&mut self, request: Request, io: &mut Io<'_>) {
         let Some(request) = request else { return };
         self.drop_replay(io.poller);
         let (Some(from), Some(address), Some(stream)) = (request, &self.from.replay, &self.socket) else { return };
@@ -426,20 +444,7 @@ impl Source {
                         self.replay_missing(copies, writer)
                     } else {
                         under_way.deadline = Instant::now() + io.replay_timeout;
-                        let frames = &mut *io.frames;
-                        match frames.replayed() {
-                            Framed::Batch(seq, payload) => {
-                                self.step(copies, writer, |stream, act| stream.replayed(seq, payload, &mut |a| act(a)))
-                            }
-                            Framed::End => {
-                                self.stats.set_replay(Replay::Works);
-                                self.step(copies, writer, |stream, act| stream.replay_ended(&mut |a| act(a)))
-                            }
-                            Framed::Malformed => {
-                                self.stats.reject(Reject::Frames);
-                                None
-                            }
-                        }
+                        self.replayed(io.frames.replayed(), copies, writer)
                     }
                 }
                 None => self.replay_missing(copies, writer),
@@ -449,7 +454,8 @@ impl Source {
         Left::More
     }
 
-    fn replay_missing(&mut self, copies: &mut Copies, writer: &mut Writer) -> Option<Option<u64>> {
+    /// Nothing answers at the replay address.
+    pub(crate) fn replay_missing(&mut self, copies: &mut Copies, writer: &mut Writer) -> Request {
         if self.stats.replay.load(Ordering::Relaxed) != Replay::Missing as u32 {
             tracing::info!(
                 endpoint = self.name.label,
@@ -464,7 +470,7 @@ impl Source {
     }
 
     /// Brings the status up to date.
-    fn note(&mut self, copies: &Copies) {
+    pub(crate) fn note(&mut self, copies: &Copies) {
         match copies.finding(self.place) {
             Some(finding) => self.note_finding(finding),
             None => self.note_block_size(),

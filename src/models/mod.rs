@@ -3,6 +3,7 @@
 //! **Invariant.** Only this thread reads the directory. It loads what rules name and what a request asked for, and
 //! hands every change on as a new [`ModelTable`]; a table that was handed on never changes.
 
+pub mod names;
 mod scan;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,7 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-use shards::prompt::{Entry, Model, ModelTable, slug};
+use sha2::{Digest as _, Sha256};
+use shards::prompt::{Entry, Model, ModelFiles, ModelTable, slug};
 
 use scan::{Directory, Staged};
 
@@ -30,6 +32,8 @@ pub struct ModelStatus {
     pub path: PathBuf,
     /// Whether a rule names the model.
     pub named_by_rule: bool,
+    /// Whether its directory is there.
+    pub staged: bool,
     /// What became of it.
     pub state: ModelState,
 }
@@ -45,6 +49,8 @@ pub enum ModelState {
         template_assumed: bool,
         /// Why its chats are routed without keys, if they are.
         template_problem: Option<String>,
+        /// SHA-256 of its files, in hex: two gateways with the same one make the same of every prompt.
+        digest: Arc<str>,
     },
     /// On disk; loaded when a rule names it or a request asks for it.
     Staged,
@@ -123,6 +129,26 @@ impl Control {
     }
 }
 
+/// Reads one model on the calling thread, for commands that run without a gateway; beside it, the digest of its files.
+///
+/// # Errors
+/// A text that names the file and what is wrong with it.
+pub fn read_now(directory: &Path, model: &str) -> Result<(Arc<Model>, Arc<str>), String> {
+    let slug = slug(model).ok_or_else(|| format!("{model}: such a name can be no directory"))?;
+    let staged = Directory::new(directory.to_owned()).scan().remove(&slug);
+    match load(&slug, staged.as_ref(), directory) {
+        Outcome::Ready(model, digest) => Ok((model, digest)),
+        Outcome::Failed { path, reason } => Err(format!("{}: {reason}", path.display())),
+        Outcome::NotLoaded => Err(format!("{model}: not loaded")),
+    }
+}
+
+/// The names of the directories in the tokenizer directory, in order.
+#[must_use]
+pub fn staged_now(directory: &Path) -> Vec<String> {
+    Directory::new(directory.to_owned()).scan().into_keys().collect()
+}
+
 /// Starts the loader on a thread of its own. `pin` runs on that thread first; `on_change` gets every new table.
 ///
 /// # Errors
@@ -190,9 +216,13 @@ struct Known {
 
 #[derive(Debug)]
 enum Outcome {
-    Ready(Arc<Model>),
+    /// With the digest of its files.
+    Ready(Arc<Model>, Arc<str>),
     NotLoaded,
-    Failed { path: PathBuf, reason: String },
+    Failed {
+        path: PathBuf,
+        reason: String,
+    },
 }
 
 struct Loader {
@@ -256,7 +286,7 @@ impl Loader {
 
     fn entries(&self) -> Vec<(String, Entry)> {
         let entry = |known: &Known| match &known.outcome {
-            Outcome::Ready(model) => Entry::Ready(Arc::clone(model)),
+            Outcome::Ready(model, _) => Entry::Ready(Arc::clone(model)),
             Outcome::NotLoaded => Entry::Staged { wanted: AtomicBool::new(false) },
             Outcome::Failed { path, reason } => Entry::Failed { path: path.clone(), reason: reason.clone() },
         };
@@ -267,18 +297,20 @@ impl Loader {
         let one = |(slug, known): (&String, &Known)| {
             let directory = self.directory.path().join(slug);
             let (path, state) = match &known.outcome {
-                Outcome::Ready(model) => (
+                Outcome::Ready(model, digest) => (
                     directory,
                     ModelState::Ready {
                         template: model.template_origin().name(),
                         template_assumed: model.template_assumed(),
                         template_problem: model.template_problem(),
+                        digest: Arc::clone(digest),
                     },
                 ),
                 Outcome::NotLoaded => (directory, ModelState::Staged),
                 Outcome::Failed { path, reason } => (path.clone(), ModelState::Failed { reason: reason.clone() }),
             };
-            ModelStatus { slug: slug.clone(), path, named_by_rule: known.named, state }
+            let staged = known.staged.is_some();
+            ModelStatus { slug: slug.clone(), path, named_by_rule: known.named, staged, state }
         };
         self.known.iter().map(one).collect()
     }
@@ -288,22 +320,35 @@ impl Loader {
 fn load(slug: &str, staged: Option<&Staged>, directory: &Path) -> Outcome {
     let began = Instant::now();
     let loaded = scan::read(slug, staged, directory).and_then(|files| {
-        Model::load(&files, SystemTime::now).map_err(|error| (files.path.join(error.file), error.reason))
+        let model = Model::load(&files, SystemTime::now);
+        let model = model.map_err(|error| (files.path.join(error.file), error.reason))?;
+        Ok((model, digest(&files)))
     });
     match loaded {
-        Ok(model) => {
+        Ok((model, digest)) => {
             let (template, ms) = (model.template_origin().name(), began.elapsed().as_millis());
             tracing::info!(model = slug, template, ms, "tokenizer loaded");
             if let Some(problem) = model.template_problem() {
                 tracing::warn!(model = slug, problem, "chats of this model are routed without keys");
             }
-            Outcome::Ready(Arc::new(model))
+            Outcome::Ready(Arc::new(model), digest)
         }
         Err((path, reason)) => {
             tracing::warn!(model = slug, path = %path.display(), reason, "the model is routed without keys");
             Outcome::Failed { path, reason }
         }
     }
+}
+
+/// SHA-256 of the texts of a model's files, in hex.
+fn digest(files: &ModelFiles) -> Arc<str> {
+    let mut hash = Sha256::new();
+    for text in [Some(&files.tokenizer), files.config.as_ref(), files.template.as_ref(), files.tool_template.as_ref()] {
+        // Where one ends and the next begins, and which are there, is part of it.
+        hash.update(text.map_or(u64::MAX, |text| text.len() as u64).to_le_bytes());
+        hash.update(text.map_or(&[][..], |text| text.as_bytes()));
+    }
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect::<String>().into()
 }
 
 #[cfg(test)]

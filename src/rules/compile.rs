@@ -56,6 +56,8 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         algo_given: kv.algo_given,
         adapters: facts.adapters.iter().map(|(name, adapter)| (name.as_str().into(), adapter.clone())).collect(),
         chat_template: kv.chat_template.as_ref().map(|template| Arc::clone(&template.text)),
+        chat_template_kwargs: kv.prompts.template_kwargs.clone(),
+        add_bos: kv.prompts.add_bos,
         min_match_tokens: kv.min_match_tokens,
         spill_relief: kv.spill_relief,
         mean_load_factor: kv.mean_load_factor,

@@ -78,6 +78,7 @@ pub(super) fn read(
         ranks: ranks as u8,
         seed: read_seed(fields, report, engine, defaults),
         chat_template: read_template(fields, report),
+        prompts: super::prompts::read(fields, report),
         min_match_tokens: number(fields, report, "kvMinMatchTokens", 0, 4096, defaults.min_match_tokens),
         spill_relief: fields.flag(report, "kvSpillRelief").or(defaults.spill_relief).unwrap_or(true),
         seed_every: number(fields, report, "kvColdstartSeedN", 0, 1_000_000, defaults.seed_every),

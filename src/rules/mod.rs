@@ -5,7 +5,8 @@
 //! follows sees no raw input: [`readback`] shows a rule, [`compile`] makes the [`shards::service::Service`].
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
-//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`,
+//! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvMinMatchTokens`,
+//! `kvSpillRelief`, `kvColdstartSeedN`,
 //! `kvColdstartMinBlocks` and `kvMeanLoadFactor`, and an endpoint `kvZmqPort`, `kvReplayPort` and
 //! `kvZmqBind`.
 
@@ -18,7 +19,9 @@ mod defaults;
 mod endpoints;
 mod kv;
 mod others;
+mod prompts;
 mod readback;
+mod seal;
 mod token;
 
 use std::collections::BTreeMap;
@@ -27,12 +30,15 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use shards::prompt::Rendering;
 use shards::service::{Engine, PathMatch, Select};
 
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
 pub use defaults::KvDefaults;
-pub use readback::readback;
+pub use prompts::PromptOptions;
+pub use readback::{contract_of, readback};
+pub use seal::Nonce;
 pub use token::{EngineToken, TokenError};
 
 /// Most endpoints of one rule. A rule with more is refused.
@@ -163,6 +169,8 @@ pub struct KvRule {
     pub seed: Option<String>,
     /// `kvChatTemplate`.
     pub chat_template: Option<ChatTemplate>,
+    /// `kvChatTemplateKwargs` and `kvAddBos`.
+    pub prompts: PromptOptions,
     /// `kvMinMatchTokens`: shorter prompts are not scored; 0 = all are.
     pub min_match_tokens: u32,
     /// `kvSpillRelief`.
@@ -175,6 +183,19 @@ pub struct KvRule {
     pub mean_load_factor: u32,
     /// `LOXILB_KV_ZERO_HIT_N`.
     pub zero_hit_every: u32,
+}
+
+impl KvRule {
+    /// How the rule's engines turn requests into prompts.
+    #[must_use]
+    pub fn rendering(&self, engine: Engine) -> Rendering<'_> {
+        Rendering {
+            engine,
+            template: self.chat_template.as_ref().map(|template| &template.text),
+            kwargs: self.prompts.template_kwargs.as_deref(),
+            add_bos: self.prompts.add_bos,
+        }
+    }
 }
 
 /// A chat template named by a rule.

@@ -5,7 +5,7 @@ use shards::block::FIXED_SEED;
 use shards::ids::ServiceId;
 use shards::service::{Engine, Select};
 
-use super::{EventPlace, KvRule, PathMatchMode, Rule, RuleEndpoint};
+use super::{EventPlace, KvRule, Nonce, PathMatchMode, Rule, RuleEndpoint};
 
 /// The rule as one element of `lbAttr`. `up` tells for each endpoint of the rule whether it is up.
 #[must_use]
@@ -17,6 +17,24 @@ pub fn readback(rule: &Rule, id: ServiceId, up: &[bool]) -> Value {
         .map(|(i, endpoint)| show_endpoint(endpoint, up.get(i).copied().unwrap_or(false)))
         .collect();
     json!({ "serviceArguments": show_service(rule, id), "endpoints": endpoints })
+}
+
+/// What a KV rule says of its engines' keys, its seed sealed; none for rules that look at no keys.
+#[must_use]
+pub fn contract_of(rule: &Rule, nonce: Nonce) -> Option<Value> {
+    let kv = rule.kv.as_ref()?;
+    Some(json!({
+        "name": rule.name,
+        "externalIP": rule.key.ip,
+        "port": rule.key.port,
+        "host": rule.key.host,
+        "path_prefix": rule.key.path_prefix,
+        "model_name": rule.key.model,
+        "kvEngineType": rule.engine.name(),
+        "kvHashAlgo": kv.algo.name(),
+        "kvBlockSize": kv.block_tokens,
+        "seed_seal": (rule.engine == Engine::Vllm).then(|| nonce.seal(kv.seed.as_deref().unwrap_or(FIXED_SEED))),
+    }))
 }
 
 fn show_service(rule: &Rule, id: ServiceId) -> Value {
@@ -80,6 +98,13 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     }
     if let Some(template) = &kv.chat_template {
         put("kvChatTemplate", json!(template.path));
+    }
+    if let Some(kwargs) = &kv.prompts.template_kwargs {
+        // It was read as an object when the rule was checked; a text shows it as well.
+        put("kvChatTemplateKwargs", serde_json::from_str(kwargs).unwrap_or_else(|_| json!(&**kwargs)));
+    }
+    if let Some(add) = kv.prompts.add_bos {
+        put("kvAddBos", json!(add));
     }
     put("kvMinMatchTokens", json!(kv.min_match_tokens));
     put("kvSpillRelief", json!(kv.spill_relief));

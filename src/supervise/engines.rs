@@ -144,7 +144,7 @@ fn tell(target: &Target, access: &Access) {
 }
 
 /// Why there is no access; empty where there is.
-fn why(access: &Access, token: Option<&EngineToken>) -> String {
+pub(super) fn why(access: &Access, token: Option<&EngineToken>) -> String {
     match access {
         Access::Untried | Access::Open => String::new(),
         Access::Failed(reason) => reason.clone(),
@@ -155,7 +155,7 @@ fn why(access: &Access, token: Option<&EngineToken>) -> String {
     }
 }
 
-fn state(access: &Access) -> &'static str {
+pub(super) fn state(access: &Access) -> &'static str {
     match access {
         Access::Untried => "untried",
         Access::Open => "open",

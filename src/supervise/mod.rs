@@ -8,9 +8,12 @@
 
 mod background;
 mod engines;
+mod findings;
 mod parts;
 mod registry;
+mod rehearsal;
 mod resolve;
+mod silence;
 mod slots;
 mod sockets;
 
@@ -30,10 +33,13 @@ use crate::discovery::{Discovery, ServiceFacts};
 use crate::rules::{Rule, RuleKey};
 
 pub(crate) use background::PROBES_MAX;
+pub(crate) use findings::events_option;
+pub use findings::{EndpointFinding, EndpointLeg, Findings};
 pub use parts::{IngestPart, ModelsPart, PartError, ShardView};
 use parts::{Listeners, Parts};
 pub use registry::{Entry, RegistryError};
 use registry::{Events, Registry};
+pub(crate) use rehearsal::Rehearsal;
 pub use slots::LOAD_SLOTS;
 pub use sockets::BindError;
 
@@ -131,6 +137,8 @@ pub struct Control {
     pub models: ModelsPart,
     /// What engines say of themselves.
     pub discovery: Discovery,
+    /// What is wrong with endpoints beyond the keys of their ranks.
+    pub findings: Findings,
 }
 
 impl Control {
@@ -198,6 +206,7 @@ impl Supervisor {
             ingest: parts.ingest.clone(),
             models: parts.models.clone(),
             discovery: Discovery::default(),
+            findings: Findings::default(),
         };
         Ok(Supervisor {
             registry: Registry::new(loads, plan.shards.len(), config.kv_defaults.max_blocks as usize),

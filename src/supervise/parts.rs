@@ -15,6 +15,7 @@ use crate::config::Config;
 use crate::cores::Plan;
 
 pub use self::ingest::IngestPart;
+pub(super) use self::ingest::sources;
 pub use self::models::ModelsPart;
 pub use self::shards::ShardView;
 pub(super) use self::shards::{Listeners, Shards};

@@ -23,8 +23,55 @@ pub struct Gateway {
     child: Child,
     /// Its management API.
     pub admin: SocketAddr,
+    /// Its configuration file.
+    pub config: PathBuf,
     log: PathBuf,
     _scratch: Scratch,
+}
+
+/// What `kvlane doctor` found: its exit code and its JSON.
+pub struct Diagnosis {
+    /// The exit code.
+    pub code: Option<i32>,
+    /// What it printed.
+    pub report: serde_json::Value,
+}
+
+impl Diagnosis {
+    /// Runs `kvlane doctor --json` with more arguments.
+    pub fn of(arguments: &[&str]) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvlane"));
+        let output = command.args(["doctor", "--json"]).args(arguments).output().expect("the binary was built");
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let report = serde_json::from_str(&text)
+            .unwrap_or_else(|e| panic!("no JSON ({e}): {text}{}", String::from_utf8_lossy(&output.stderr)));
+        Diagnosis { code: output.status.code(), report }
+    }
+
+    /// Lines of a mark: check, what was found, and the fix.
+    pub fn lines(&self, mark: &str) -> Vec<(String, String, String)> {
+        let lines = self.report["checks"].as_array().expect("a list").iter().filter(|line| line["mark"] == mark);
+        let text = |line: &serde_json::Value, name: &str| line[name].as_str().expect("a text").to_owned();
+        lines.map(|line| (text(line, "check"), text(line, "says"), text(line, "fix"))).collect()
+    }
+
+    /// The checks that are wrong, each once, in order of their names.
+    pub fn wrong(&self) -> Vec<String> {
+        let mut checks: Vec<String> = self.lines("wrong").into_iter().map(|(check, ..)| check).collect();
+        checks.sort_unstable();
+        checks.dedup();
+        checks
+    }
+
+    /// Checks that this one is wrong and nothing else, in words that name what was found and what to do.
+    pub fn only(&self, check: &str, words: &[&str]) {
+        assert_eq!((self.code, self.wrong()), (Some(1), vec![check.to_owned()]), "{:#}", self.report);
+        for (_, says, fix) in self.lines("wrong") {
+            let text = format!("{says} / {fix}");
+            words.iter().for_each(|word| assert!(text.contains(word), "{word:?} in {text:?}"));
+            assert!(!fix.is_empty(), "{says}");
+        }
+    }
 }
 
 impl Gateway {
@@ -44,7 +91,7 @@ impl Gateway {
             seccomp::refuse_io_uring(&mut command);
         }
         let child = command.spawn().expect("the gateway binary was built for this test");
-        let mut gateway = Gateway { child, admin, log, _scratch: scratch };
+        let mut gateway = Gateway { child, admin, config, log, _scratch: scratch };
         wait_for("the management API answers", || {
             if let Some(status) = gateway.child.try_wait().expect("the child is ours") {
                 panic!("the gateway ended with {status}:\n{}", gateway.log());
@@ -67,6 +114,17 @@ impl Gateway {
     /// GET of a management path below the base.
     pub fn api(&self, path: &str) -> Answer {
         client::get(self.admin, &format!("/netlox/v1{path}"))
+    }
+
+    /// `kvlane doctor` over this gateway's configuration.
+    pub fn doctor(&self, more: &[&str]) -> Diagnosis {
+        let config = self.config.to_str().expect("a text");
+        Diagnosis::of(&[&["-c", config], more].concat())
+    }
+
+    /// Its management API, as commands take it.
+    pub fn url(&self) -> String {
+        format!("http://{}", self.admin)
     }
 
     /// Keys of one endpoint as the inventory endpoint lists them, sorted.

@@ -128,7 +128,7 @@ impl Store for EvmapStore {
         }
         for &endpoint in first {
             let blocks = std::mem::take(&mut self.blocks[usize::from(endpoint)]);
-            runs.push(Run { endpoint: EndpointIndex(endpoint), rank: Rank(0), blocks });
+            runs.push(Run { endpoint: EndpointIndex(endpoint), rank: Rank(0), blocks, block_tokens: None });
         }
     }
 }

@@ -102,6 +102,8 @@ impl Decider {
             algo_given: true,
             adapters: HashMap::new(),
             chat_template: None,
+            chat_template_kwargs: None,
+            add_bos: None,
             min_match_tokens: 16,
             spill_relief: true,
             mean_load_factor: 175,

@@ -34,7 +34,7 @@ mod driver;
 mod fault;
 #[cfg(test)]
 mod fault_tests;
-mod hash;
+pub mod hash;
 mod http;
 mod http_llamacpp;
 mod http_sglang;

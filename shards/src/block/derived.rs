@@ -2,7 +2,8 @@
 //! their blocks, chained by a hash of our own.
 //!
 //! ```text
-//! key = last 8 bytes of XXH3-128( parent key ‖ [ff ‖ mark] ‖ tokens )    parent of the first block: a fixed number
+//! key = last 8 bytes of XXH3-128( parent key ‖ [ff ‖ mark] ‖ tokens )    parent of the first block: a fixed number,
+//!                                                                        or one of the prompt's adapter and salt
 //! ```
 //!
 //! **Invariant.** A block of other tokens, another parent or another mark has another key, short of a collision of 64
@@ -26,6 +27,24 @@ impl DerivedChain {
         DerivedChain(ROOT)
     }
 
+    /// A chain before the first block of prompts with this adapter and this salt, whose blocks are theirs alone.
+    #[must_use]
+    pub fn root_of(adapter: Option<&str>, salt: Option<&str>) -> Self {
+        if adapter.is_none() && salt.is_none() {
+            return Self::root();
+        }
+        let mut names = Vec::new();
+        for name in [adapter, salt] {
+            names.push(u8::from(name.is_some()));
+            let name = name.unwrap_or_default();
+            names.extend_from_slice(&(name.len() as u64).to_le_bytes());
+            names.extend_from_slice(name.as_bytes());
+        }
+        let mut root = Self::root();
+        root.push_marked(&[], &names);
+        root
+    }
+
     /// A chain that goes on after a block.
     #[must_use]
     pub fn after(key: BlockKey) -> Self {
@@ -39,8 +58,8 @@ impl DerivedChain {
         self.end(Digest::of_chunks(Function::Xxh3, page))
     }
 
-    /// Appends a block that is more than its tokens (an adapter, an image, a salt): whatever bytes say so, as
-    /// announced. No prompt without them has its key, nor has what follows it.
+    /// Appends a block that is more than its tokens (an image, say): whatever bytes say so, as announced. No prompt
+    /// without them has its key, nor has what follows it.
     pub fn push_marked(&mut self, tokens: &[u32], mark: &[u8]) -> BlockKey {
         let mut preimage = Vec::with_capacity(8 + 1 + 8 + mark.len() + 4 * tokens.len());
         preimage.extend_from_slice(&self.0.0.to_le_bytes());
@@ -101,5 +120,18 @@ mod tests {
             assert!(left[0] != right[0] && left[1] != right[1]);
         }
         assert_eq!(marked(b"a"), marked(b"a"));
+    }
+
+    #[test]
+    fn an_adapter_and_a_salt_make_another_chain_each() {
+        let root_of = DerivedChain::root_of;
+        let (a, b) = (Some("a"), Some("b"));
+        let chains =
+            [(None, None), (a, None), (None, a), (b, None), (a, a), (a, b), (Some("ab"), None), (None, Some(""))];
+        let roots = chains.map(|(adapter, salt)| root_of(adapter, salt));
+        for (index, root) in roots.iter().enumerate() {
+            assert_eq!(roots.iter().position(|other| other == root), Some(index), "{:?}", chains[index]);
+        }
+        assert_eq!(roots[0], DerivedChain::root());
     }
 }

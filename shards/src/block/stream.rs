@@ -85,8 +85,9 @@ impl KeyStream {
                 (State::TrtllmTokens(PageChain::root()), 0)
             }
             Contract::Derived => {
-                tokens_alone(extras)?;
-                (State::Derived(DerivedChain::root()), 0)
+                no_items(extras)?;
+                let adapter = extras.lora.as_ref().map(|lora| lora.name.as_str());
+                (State::Derived(DerivedChain::root_of(adapter, extras.salt().map(String::as_str))), 0)
             }
             Contract::TrtllmV1 => {
                 no_items(extras)?;
@@ -138,7 +139,7 @@ fn tokens_alone(extras: &PromptExtras) -> Result<(), ContractError> {
     }
 }
 
-/// Refuses what no TensorRT-LLM key can be made for from a prompt alone.
+/// Refuses what neither TensorRT-LLM's keys nor our own can be made for from a prompt alone.
 fn no_items(extras: &PromptExtras) -> Result<(), ContractError> {
     match () {
         () if !extras.mm.is_empty() => Err(ContractError::Unkeyed { what: "multimodal items" }),

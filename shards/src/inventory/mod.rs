@@ -97,6 +97,8 @@ pub struct Run {
     pub rank: Rank,
     /// Blocks held without a gap from block 0; at least 1.
     pub blocks: u32,
+    /// Tokens per block, where the holder is in a key space of its own; none = the rule's.
+    pub block_tokens: Option<NonZeroU32>,
 }
 
 /// A new, empty inventory.

@@ -351,7 +351,7 @@ impl Model {
             let has = |key: &&BlockKey| self.keys.get(&key.0).is_some_and(|holders| holders.contains(holder));
             let blocks = prompt.iter().take_while(has).count() as u32;
             if blocks > 0 {
-                runs.push(Run { endpoint: info.endpoint, rank: info.rank, blocks });
+                runs.push(Run { endpoint: info.endpoint, rank: info.rank, blocks, block_tokens: None });
             }
         }
         runs

@@ -75,7 +75,12 @@ impl Walk {
             let slot = table.slot(member.holder)?;
             let valid = slot.state == SlotState::Eligible && slot.generation == member.generation;
             let blocks = member.blocks.min(self.depth);
-            (valid && blocks > 0).then_some(Run { endpoint: slot.endpoint, rank: slot.rank, blocks })
+            (valid && blocks > 0).then_some(Run {
+                endpoint: slot.endpoint,
+                rank: slot.rank,
+                blocks,
+                block_tokens: None,
+            })
         })
     }
 

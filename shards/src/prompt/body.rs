@@ -26,6 +26,29 @@ pub struct BodyView<'a> {
     pub(super) add_generation_prompt: Option<&'a str>,
     pub(super) continue_final_message: Option<&'a str>,
     pub(super) add_special_tokens: Option<&'a str>,
+    pub(super) truncate_prompt_tokens: Option<&'a str>,
+    pub(super) truncation_side: Option<&'a str>,
+    pub(super) tool_choice: Option<&'a str>,
+    /// Of `/v1/responses`.
+    pub(super) input: Option<&'a str>,
+    pub(super) instructions: Option<&'a str>,
+    pub(super) reasoning: Option<&'a str>,
+    pub(super) previous_response_id: Option<&'a str>,
+    pub(super) previous_input_messages: Option<&'a str>,
+    pub(super) truncation: Option<&'a str>,
+    /// Of `/v1/messages`.
+    pub(super) system: Option<&'a str>,
+    pub(super) thinking: Option<&'a str>,
+    pub(super) output_config: Option<&'a str>,
+    /// Of SGLang's `/generate`; `input_ids` of its chats as well.
+    pub(super) text: Option<&'a str>,
+    pub(super) input_ids: Option<&'a str>,
+    pub(super) input_embeds: Option<&'a str>,
+    pub(super) image_data: Option<&'a str>,
+    pub(super) video_data: Option<&'a str>,
+    pub(super) audio_data: Option<&'a str>,
+    /// Of TensorRT-LLM's chats.
+    pub(super) prompt_token_ids: Option<&'a str>,
     pub(super) cache_salt: Option<&'a str>,
     /// SGLang's; other engines do not know it.
     pub(super) extra_key: Option<&'a str>,
@@ -45,22 +68,42 @@ impl<'a> BodyView<'a> {
     }
 
     /// The members that decide over a prompt's text or keys beside the prompt itself, in a fixed order.
-    pub(super) fn members(&self) -> [Option<&'a str>; 9] {
+    pub(super) fn members(&self) -> [Option<&'a str>; 11] {
         // Every member is named here, so that a new one cannot be forgotten.
         let BodyView {
-            model: _,
-            stream: _,
-            prompt: _,
-            messages: _,
             tools,
             documents,
             chat_template_kwargs,
             reasoning_effort,
+            reasoning,
+            tool_choice,
             add_generation_prompt,
             continue_final_message,
             add_special_tokens,
             cache_salt,
             extra_key,
+            // These are the prompt, or decide over its text before it is looked for.
+            model: _,
+            stream: _,
+            prompt: _,
+            messages: _,
+            truncate_prompt_tokens: _,
+            truncation_side: _,
+            input: _,
+            instructions: _,
+            previous_response_id: _,
+            previous_input_messages: _,
+            truncation: _,
+            system: _,
+            thinking: _,
+            output_config: _,
+            text: _,
+            input_ids: _,
+            input_embeds: _,
+            image_data: _,
+            video_data: _,
+            audio_data: _,
+            prompt_token_ids: _,
             unkeyable: _,
         } = *self;
         [
@@ -68,6 +111,8 @@ impl<'a> BodyView<'a> {
             documents,
             chat_template_kwargs,
             reasoning_effort,
+            reasoning,
+            tool_choice,
             add_generation_prompt,
             continue_final_message,
             add_special_tokens,
@@ -87,6 +132,25 @@ impl<'a> BodyView<'a> {
             "documents" => self.documents = present,
             "chat_template_kwargs" => self.chat_template_kwargs = present,
             "reasoning_effort" => self.reasoning_effort = present,
+            "truncate_prompt_tokens" => self.truncate_prompt_tokens = present,
+            "truncation_side" => self.truncation_side = present,
+            "tool_choice" => self.tool_choice = present,
+            "input" => self.input = present,
+            "instructions" => self.instructions = present,
+            "reasoning" => self.reasoning = present,
+            "previous_response_id" => self.previous_response_id = present,
+            "previous_input_messages" => self.previous_input_messages = present,
+            "truncation" => self.truncation = present,
+            "system" => self.system = present,
+            "thinking" => self.thinking = present,
+            "output_config" => self.output_config = present,
+            "text" => self.text = present,
+            "input_ids" => self.input_ids = present,
+            "input_embeds" => self.input_embeds = present,
+            "image_data" => self.image_data = present,
+            "video_data" => self.video_data = present,
+            "audio_data" => self.audio_data = present,
+            "prompt_token_ids" => self.prompt_token_ids = present,
             "cache_salt" => self.cache_salt = present,
             "extra_key" => self.extra_key = present,
             // These have defaults that null does not stand for: the engine refuses it.
@@ -109,17 +173,14 @@ impl<'a> BodyView<'a> {
 /// Members that change the engine's tokens or keys in a way the gateway does not follow: such a request is routed
 /// without keys. Once seen they count, even if the member is repeated with null: Python's null would undo it, at the
 /// cost of one missed hit for a body nobody sends.
-const UNKEYABLE: [&str; 10] = [
-    "truncate_prompt_tokens",
+const UNKEYABLE: [&str; 7] = [
     "prompt_embeds",
     "chat_template",
     "suffix",
     "kv_transfer_params",
-    // SGLang: tokens instead of messages, and an adapter by path.
-    "input_ids",
+    // SGLang: an adapter by path.
     "lora_path",
-    // TensorRT-LLM: the same.
-    "prompt_token_ids",
+    // TensorRT-LLM: tokens in another spelling, and an adapter by path.
     "prompt_token_ids_b64",
     "lora_request",
 ];
@@ -147,7 +208,7 @@ impl<'de> Visitor<'de> for Members {
 }
 
 fn is_read(name: &str) -> bool {
-    const READ: [&str; 13] = [
+    const READ: &[&str] = &[
         "model",
         "stream",
         "prompt",
@@ -159,6 +220,25 @@ fn is_read(name: &str) -> bool {
         "add_generation_prompt",
         "continue_final_message",
         "add_special_tokens",
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "tool_choice",
+        "input",
+        "instructions",
+        "reasoning",
+        "previous_response_id",
+        "previous_input_messages",
+        "truncation",
+        "system",
+        "thinking",
+        "output_config",
+        "text",
+        "input_ids",
+        "input_embeds",
+        "image_data",
+        "video_data",
+        "audio_data",
+        "prompt_token_ids",
         "cache_salt",
         "extra_key",
     ];
@@ -202,10 +282,9 @@ mod tests {
     #[test]
     fn members_that_change_the_tokens_are_noticed() {
         for (member, expected) in [
-            (r#""truncate_prompt_tokens": 5"#, Some("truncate_prompt_tokens")),
-            (r#""truncate_prompt_tokens": null"#, None),
+            (r#""prompt_embeds": "AAAA""#, Some("prompt_embeds")),
+            (r#""prompt_embeds": null"#, None),
             (r#""cache_salt": "x", "extra_key": "y""#, None),
-            (r#""input_ids": [1]"#, Some("input_ids")),
             (r#""lora_request": {}"#, Some("lora_request")),
             (r#""kv_transfer_params": {"do_remote_decode": true}"#, None),
             (r#""kv_transfer_params": {"prompt_token_ids": [1]}"#, Some("kv_transfer_params")),

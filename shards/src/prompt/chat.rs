@@ -1,450 +1,175 @@
-//! A chat request turned into the variables its template sees, field by field as vLLM's front end does it.
+//! A chat turned into the variables its template sees, field by field as the engine's front end does it, and rendered.
 //!
 //! **Invariant.** What the engine would render otherwise, in any version, is refused here: the request is then routed
-//! without keys. Where versions differ, the newest (0.33) is followed.
-
-use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+//! without keys. Where versions differ, the newest (vLLM 0.33, SGLang 0.5.23) is followed.
 
 use minijinja::Value;
-use minijinja::value::{Object, ObjectRepr, ValueKind};
 
 use super::body::{self, BodyView};
 use super::content_format::ContentFormat;
-use super::json;
+use super::conversation::{self, Fill};
+use super::frame::Frame;
 use super::pyvalue::PyDict;
+use super::request::{dict, dict_of, list, read};
 use super::template::Template;
-use crate::service::MissReason;
+use super::{chat_sglang, json};
+use crate::service::{Engine, MissReason};
 
-/// Template arguments that the engine refuses or that steer its renderer instead of the template.
-const RESERVED_KWARGS: [&str; 12] = [
-    "chat_template",
-    "tokenize",
-    "conversation",
-    "messages",
-    "tools",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-];
+/// Texts that stand where the engine puts something unknown: whatever two of them have in common is certain.
+pub(super) const MARKS: [char; 2] = ['\u{F8FE}', '\u{F8FF}'];
 
-/// Renders the text of a chat request.
-///
-/// # Errors
-/// [`MissReason::TextEmpty`] without messages, [`MissReason::Template`] where the template refuses, and
-/// [`MissReason::Tokenize`] where the request has something the gateway cannot know.
-#[cfg(test)]
-pub(super) fn render(view: &BodyView, template: &Template) -> Result<String, MissReason> {
-    let mut messages = Vec::new();
-    read_messages(view.messages.ok_or(MissReason::TextEmpty)?, template, &mut messages)?;
-    Frame::of(view)?.render(&messages, template)
+/// A chat in the form of `/v1/chat/completions`, whichever API it came by.
+#[derive(Debug, Default)]
+pub(super) struct ChatRequest {
+    /// Messages as dicts.
+    pub messages: Vec<Value>,
+    /// The list of tools as it was sent.
+    pub tools: Option<Value>,
+    pub tool_choice: Option<Value>,
+    pub documents: Option<Value>,
+    /// The request's template arguments.
+    pub kwargs: Option<Value>,
+    /// Template arguments of the rule, which everything in the request overrides.
+    pub defaults: Option<Value>,
+    pub effort: Option<String>,
+    /// SGLang's `reasoning.enabled`.
+    pub reasoning_enabled: bool,
+    pub no_generation_prompt: bool,
+    pub continued: bool,
+    /// System messages that stand later move to the front if the template takes none there (`/v1/messages`).
+    pub system_first_if_refused: bool,
 }
 
-/// One message of a conversation as its template sees it.
-#[derive(Clone, Debug)]
-pub(super) struct Message {
-    /// The message.
-    pub value: Value,
-    /// Where it ends in the text of the list.
-    pub end: usize,
-    /// Whose it is.
-    pub role: Role,
-    /// Hash of what a template may decide upon: role, members and their kinds, and which of the texts it looks for occur.
-    pub shape: u64,
-}
-
-/// Whose a message is, as far as it matters here.
+/// How much of a prompt is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Role {
-    /// `system` or `developer`.
-    System,
-    /// `user`.
-    User,
-    /// `assistant`.
-    Assistant,
-    /// Any other.
-    Other,
+pub(super) enum Extent {
+    Whole,
+    /// The text goes on in a way that is not known: its last characters may share a token with what follows.
+    Beginning,
+    /// More tokens follow, and none is shared.
+    Head,
 }
 
-impl From<json::JsonError> for MissReason {
-    fn from(_: json::JsonError) -> Self {
-        MissReason::Tokenize
-    }
+/// The text of a chat.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Rendered {
+    pub text: String,
+    pub extent: Extent,
 }
 
-/// Reads a list of messages on from those that are known already.
-///
-/// # Errors
-/// As [`Frame::render`].
-pub(super) fn read_messages(raw: &str, template: &Template, known: &mut Vec<Message>) -> Result<(), MissReason> {
-    let from = known.last().map_or(0, |message| message.end);
-    json::elements::<MissReason>(raw, from, |value, place| {
-        let dict = value.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-        let dict = message(dict, template.content_format())?;
-        let (role, shape) = shape(&dict, &raw[place.clone()], template);
-        known.push(Message { value: Value::from_object(dict), end: place.end, role, shape });
-        Ok(())
-    })?;
-    if known.is_empty() { Err(MissReason::TextEmpty) } else { Ok(()) }
-}
-
-/// Bytes at both ends of a message that are looked through for what its shape hangs on.
-const SHAPE_BYTES: usize = 1024;
-
-fn shape(message: &PyDict, raw: &str, template: &Template) -> (Role, u64) {
-    let name = message.get("role").and_then(Value::as_str).unwrap_or_default();
-    let role = match name {
-        "system" | "developer" => Role::System,
-        "user" => Role::User,
-        "assistant" => Role::Assistant,
-        _ => Role::Other,
-    };
-    let mut hash = DefaultHasher::new();
-    name.hash(&mut hash);
-    for (key, value) in message.entries() {
-        (key.as_str(), std::mem::discriminant(&value.kind()), value.is_true()).hash(&mut hash);
-    }
-    // Where markup stands in practice; the shape need not be complete, and a long text is not worth a scan for each.
-    let head = &raw[..raw.floor_char_boundary(SHAPE_BYTES)];
-    let tail = &raw[raw.floor_char_boundary(raw.len().saturating_sub(SHAPE_BYTES).max(head.len()))..];
-    for text in template.sought() {
-        (head.contains(&**text), tail.contains(&**text)).hash(&mut hash);
-    }
-    (role, hash.finish())
-}
-
-/// What the template of a request sees beside the messages, and how its text ends.
-#[derive(Debug)]
-pub(super) struct Frame {
-    variables: Arc<BTreeMap<String, Value>>,
-    continued: bool,
-    shape: u64,
-}
-
-impl Frame {
-    /// Reads the members of a request.
+impl ChatRequest {
+    /// Reads a body of `/v1/chat/completions`.
     ///
     /// # Errors
-    /// [`MissReason::Tokenize`] where the request has something the gateway cannot know.
-    pub(super) fn of(view: &BodyView) -> Result<Self, MissReason> {
-        let generation = body::flag(view.add_generation_prompt, true).ok_or(MissReason::Tokenize)?;
-        let continued = body::flag(view.continue_final_message, false).ok_or(MissReason::Tokenize)?;
-        if generation && continued {
-            return Err(MissReason::Tokenize);
-        }
-        let mut shape = DefaultHasher::new();
-        (generation, view.tools.is_some(), view.documents.is_some()).hash(&mut shape);
-        (view.chat_template_kwargs, view.reasoning_effort).hash(&mut shape);
-        Ok(Frame { variables: Arc::new(variables(view, generation)?), continued, shape: shape.finish() })
+    /// [`MissReason::TextEmpty`] without messages, [`MissReason::Tokenize`] for what the gateway cannot know.
+    pub fn of_chat(view: &BodyView<'_>) -> Result<Self, MissReason> {
+        let messages = read(view.messages.ok_or(MissReason::TextEmpty)?)?;
+        Ok(ChatRequest { messages: list(&messages)?.collect(), ..ChatRequest::beside_messages(view)? })
     }
 
-    /// Hash of what a template may decide upon.
-    pub(super) fn shape(&self) -> u64 {
-        self.shape
-    }
-
-    /// Whether the text is what the template makes of the messages as they stand.
-    pub(super) fn is_plain(&self, messages: &[Message], template: &Template) -> bool {
-        !self.continued && (template.knows_developer() || !messages.iter().any(is_developer))
-    }
-
-    /// Renders the text of messages, of which there must be some.
+    /// The same without the messages.
     ///
     /// # Errors
-    /// [`MissReason::Template`] where the template refuses, [`MissReason::Tokenize`] where the messages have something
-    /// the gateway cannot know.
-    pub(super) fn render(&self, messages: &[Message], template: &Template) -> Result<String, MissReason> {
-        let values: Vec<Value> = if !template.knows_developer() && messages.iter().any(is_developer) {
-            developer_as_system(messages, template.content_format())?
-        } else {
-            messages.iter().map(|message| message.value.clone()).collect()
-        };
-        let last = if self.continued { values.last().cloned() } else { None };
-        let text = self.render_values(values, template)?;
-        if !self.continued {
-            return Ok(text);
-        }
-        let content = last.as_ref().and_then(dict).and_then(|message| message.get("content"));
-        let last = content.and_then(final_text).ok_or(MissReason::Tokenize)?;
-        cut_after(text, &last).ok_or(MissReason::Template)
-    }
-
-    /// Renders what the template makes of messages as they stand.
-    pub(super) fn render_values(&self, messages: Vec<Value>, template: &Template) -> Result<String, MissReason> {
-        let scope = Scope { frame: Arc::clone(&self.variables), messages: Value::from(messages) };
-        // The renderer is not ours: whatever a conversation makes it do must stay a reason.
-        let rendered = catch_unwind(AssertUnwindSafe(|| template.render(Value::from_object(scope))));
-        rendered.map_err(|_| MissReason::Template)?.map_err(|error| {
-            // A client can cause this at will: counted by reason, and in the log only on request.
-            tracing::debug!(%error, "a chat is routed without keys");
-            MissReason::Template
+    /// [`MissReason::Tokenize`] for a member that cannot be read.
+    pub fn beside_messages(view: &BodyView<'_>) -> Result<Self, MissReason> {
+        let effort = view.reasoning_effort.map(|raw| json::string(raw).map_err(|_| MissReason::Tokenize));
+        let reasoning = view.reasoning.map(read).transpose()?;
+        let enabled = reasoning.as_ref().and_then(|r| r.downcast_object_ref::<PyDict>()?.get("enabled"));
+        Ok(ChatRequest {
+            effort: effort.transpose()?.map(std::borrow::Cow::into_owned),
+            documents: view.documents.map(read).transpose()?,
+            reasoning_enabled: enabled.is_some_and(Value::is_true),
+            no_generation_prompt: !body::flag(view.add_generation_prompt, true).ok_or(MissReason::Tokenize)?,
+            continued: body::flag(view.continue_final_message, false).ok_or(MissReason::Tokenize)?,
+            ..ChatRequest::of_common(view)?
         })
     }
-}
 
-/// The names a template finds: a scope, not a dict, so that they are found before any method.
-#[derive(Debug)]
-struct Scope {
-    frame: Arc<BTreeMap<String, Value>>,
-    messages: Value,
-}
-
-impl Object for Scope {
-    fn repr(self: &Arc<Self>) -> ObjectRepr {
-        ObjectRepr::Map
+    /// What the APIs have in common.
+    ///
+    /// # Errors
+    /// [`MissReason::Tokenize`] for a member that cannot be read.
+    pub fn of_common(view: &BodyView<'_>) -> Result<Self, MissReason> {
+        Ok(ChatRequest {
+            tools: view.tools.map(read).transpose()?,
+            tool_choice: view.tool_choice.map(read).transpose()?,
+            kwargs: view.chat_template_kwargs.map(read).transpose()?,
+            ..ChatRequest::default()
+        })
     }
 
-    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
-        self.get_value_by_str(key.as_str()?)
-    }
-
-    fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
-        if key == "messages" { Some(self.messages.clone()) } else { self.frame.get(key).cloned() }
+    /// Whether the engine chooses its template for tools.
+    pub fn has_tools(&self) -> bool {
+        self.tools.is_some()
     }
 }
 
-fn dict(value: &Value) -> Option<&PyDict> {
-    value.downcast_object_ref::<PyDict>()
+/// Renders a chat.
+///
+/// # Errors
+/// [`MissReason::TextEmpty`] without messages, [`MissReason::Template`] where the template refuses,
+/// [`MissReason::Media`] where media come first, and [`MissReason::Tokenize`] where the request has something the
+/// gateway cannot know.
+pub(super) fn render(request: &ChatRequest, template: &Template, engine: Engine) -> Result<Rendered, MissReason> {
+    if request.messages.is_empty() {
+        return Err(MissReason::TextEmpty);
+    }
+    match engine {
+        Engine::Vllm | Engine::Trtllm => vllm(request, template, engine),
+        Engine::Sglang => chat_sglang::render(request, template),
+        Engine::Llamacpp => Err(MissReason::Tokenize),
+    }
 }
 
-fn is_developer(message: &Message) -> bool {
-    message.role == Role::System
-        && dict(&message.value).and_then(|message| message.get("role")).and_then(Value::as_str) == Some("developer")
-}
-
-fn variables(view: &BodyView, generation: bool) -> Result<BTreeMap<String, Value>, MissReason> {
-    let read = |raw: &str| json::value(raw).map_err(|_| MissReason::Tokenize);
-    let mut variables = BTreeMap::new();
-    variables.insert("documents".to_owned(), Value::from(()));
-    let mut thinking_given = false;
-    if let Some(raw) = view.chat_template_kwargs {
-        let kwargs = read(raw)?;
-        let kwargs = kwargs.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-        for (key, value) in kwargs.entries() {
-            let key = key.as_str().unwrap_or_default();
-            if RESERVED_KWARGS.contains(&key) {
-                return Err(MissReason::Tokenize);
-            }
-            thinking_given |= key == "enable_thinking";
-            variables.insert(key.to_owned(), value.clone());
-        }
+fn vllm(request: &ChatRequest, template: &Template, engine: Engine) -> Result<Rendered, MissReason> {
+    let frame = Frame::of(request, engine)?;
+    let messages = system_first(request, template)?;
+    let (turns, media) = conversation::turns(&messages, template, engine, Fill::Engine)?;
+    if !media {
+        return Ok(Rendered { text: frame.render_turns(turns, template)?, extent: Extent::Whole });
     }
-    variables.insert("tools".to_owned(), view.tools.map(tools).transpose()?.unwrap_or(Value::from(())));
-    variables.insert("add_generation_prompt".to_owned(), Value::from(generation));
-    if let Some(raw) = view.documents {
-        variables.insert("documents".to_owned(), read(raw)?);
-    }
-    if let Some(raw) = view.reasoning_effort {
-        let effort = json::string(raw).map_err(|_| MissReason::Tokenize)?;
-        if effort != "auto" {
-            variables.insert("reasoning_effort".to_owned(), Value::from(effort.as_ref()));
-            if !thinking_given {
-                variables.insert("enable_thinking".to_owned(), Value::from(effort != "none"));
-            }
-        }
-    }
-    Ok(variables)
-}
-
-/// The tools as the engine hands them on: known members in their fixed order, absent ones as null, others dropped.
-fn tools(raw: &str) -> Result<Value, MissReason> {
-    let tools = json::value(raw).map_err(|_| MissReason::Tokenize)?;
-    let mut out = Vec::new();
-    for tool in list(&tools)? {
-        let tool = tool.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-        let function = tool.get("function").ok_or(MissReason::Tokenize)?;
-        let function = function.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-        // Its place among the members is not known.
-        if tool.get("defer_loading").is_some() || function.get("defer_loading").is_some() {
-            return Err(MissReason::Tokenize);
-        }
-        let name = function.get("name").filter(|name| name.kind() == ValueKind::String).ok_or(MissReason::Tokenize)?;
-        let mut outer = PyDict::default();
-        outer.set("type", tool.get("type").cloned().unwrap_or_else(|| Value::from("function")));
-        let mut inner = PyDict::default();
-        inner.set("name", name.clone());
-        for member in ["description", "parameters"] {
-            inner.set(member, function.get(member).cloned().unwrap_or_else(|| Value::from(())));
-        }
-        if let Some(strict) = function.get("strict").filter(|v| !v.is_none()) {
-            inner.set("strict", strict.clone());
-        }
-        outer.set("function", Value::from_object(inner));
-        out.push(Value::from_object(outer));
-    }
-    if out.is_empty() { Err(MissReason::Tokenize) } else { Ok(Value::from(out)) }
-}
-
-fn list(value: &Value) -> Result<impl Iterator<Item = Value>, MissReason> {
-    if value.kind() != ValueKind::Seq {
-        return Err(MissReason::Tokenize);
-    }
-    value.try_iter().map_err(|_| MissReason::Tokenize)
-}
-
-fn message(message: &PyDict, format: ContentFormat) -> Result<PyDict, MissReason> {
-    let role = message.get("role").and_then(Value::as_str).ok_or(MissReason::Tokenize)?;
-    let content = content(message.get("content"), role, format)?;
-    let mut out = PyDict::default();
-    out.set("role", Value::from(role));
-    out.set("content", content);
-    let given = |name: &str| message.get(name).filter(|v| !v.is_none());
-    match role {
-        "assistant" => {
-            if let Some(calls) = given("tool_calls") {
-                let calls = list(calls)?.map(|call| tool_call(&call)).collect::<Result<Vec<_>, _>>()?;
-                if !calls.is_empty() {
-                    out.set("tool_calls", Value::from(calls));
-                }
-            }
-            if let Some(reasoning) = given("reasoning").or_else(|| given("reasoning_content")) {
-                out.set("reasoning", reasoning.clone());
-                out.set("reasoning_content", reasoning.clone());
-            }
-        }
-        "tool" => {
-            if let Some(id) = message.get("tool_call_id") {
-                out.set("tool_call_id", id.clone());
-            }
-        }
-        "developer" if given("tools").is_some() => return Err(MissReason::Tokenize),
-        _ => {}
-    }
-    if let Some(name) = given("name").filter(|name| name.kind() == ValueKind::String) {
-        out.set("name", name.clone());
-    }
-    Ok(out)
-}
-
-/// A call whose arguments are an object: text is parsed, and what is no object becomes an empty one.
-fn tool_call(call: &Value) -> Result<Value, MissReason> {
-    let call = call.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-    let function = call.get("function").ok_or(MissReason::Tokenize)?;
-    let function = function.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-    let arguments = match function.get("arguments") {
-        Some(value) if value.kind() == ValueKind::Map => value.clone(),
-        Some(value) if value.kind() == ValueKind::String => parsed_arguments(value.as_str().unwrap_or_default())?,
-        None => empty(),
-        Some(value) if value.is_none() => empty(),
-        Some(_) => return Err(MissReason::Tokenize),
+    let marked = |mark| {
+        let (turns, _) = conversation::turns(&messages, template, engine, Fill::Mark(mark))?;
+        frame.render_as_they_stand(frame.prepared(turns, template)?, template)
     };
-    let mut inner = function.clone();
-    inner.set("arguments", arguments);
-    let mut outer = call.clone();
-    outer.set("function", Value::from_object(inner));
-    Ok(Value::from_object(outer))
-}
-
-fn empty() -> Value {
-    Value::from_object(PyDict::default())
-}
-
-fn parsed_arguments(text: &str) -> Result<Value, MissReason> {
-    match json::value(text) {
-        Ok(value) if value.kind() == ValueKind::Map => Ok(value),
-        // Python reads NaN and Infinity where we see a mistake: what has them is not guessed.
-        Err(json::JsonError::Syntax) if !text.contains("NaN") && !text.contains("Infinity") => Ok(empty()),
-        Ok(_) => Ok(empty()),
-        Err(_) => Err(MissReason::Tokenize),
-    }
-}
-
-fn content(content: Option<&Value>, role: &str, format: ContentFormat) -> Result<Value, MissReason> {
-    // The usual case, without the detour that copies the text.
-    if let Some(value) = content.filter(|c| c.kind() == ValueKind::String && format == ContentFormat::String)
-        && role != "system"
-    {
-        return Ok(value.clone());
-    }
-    let parts = match content {
-        None => Vec::new(),
-        Some(value) if value.is_none() => Vec::new(),
-        Some(value) if value.kind() == ValueKind::String => {
-            let mut part = PyDict::default();
-            part.set("type", Value::from("text"));
-            part.set("text", value.clone());
-            vec![part]
-        }
-        Some(value) => list(value)?.map(|part| text_part(&part)).collect::<Result<Vec<_>, _>>()?,
+    // A string has the engine's placeholders first, in a spelling of the model's own.
+    let known = if template.content_format() == ContentFormat::Parts {
+        frame.render_as_they_stand(frame.prepared(turns, template)?, template)?
+    } else {
+        marked(MARKS[0])?
     };
-    let texts: Vec<&str> = parts.iter().filter_map(|p| p.get("text").and_then(Value::as_str)).collect();
-    if role == "system" && texts.iter().any(|t| t.starts_with("x-anthropic-billing-header")) {
-        return Err(MissReason::Tokenize);
-    }
-    let joined_for_tool = role == "tool" && content.is_some_and(|c| c.kind() == ValueKind::Seq);
-    if format == ContentFormat::String || joined_for_tool {
-        return Ok(Value::from(texts.join("\n")));
-    }
-    Ok(Value::from(parts.into_iter().map(Value::from_object).collect::<Vec<_>>()))
+    Ok(beginning(known, &marked(MARKS[1])?))
 }
 
-/// A text part; media and whatever else cannot be known is refused.
-fn text_part(part: &Value) -> Result<PyDict, MissReason> {
-    let mut out = PyDict::default();
-    out.set("type", Value::from("text"));
-    if part.kind() == ValueKind::String {
-        out.set("text", part.clone());
-        return Ok(out);
-    }
-    let part = part.downcast_object_ref::<PyDict>().ok_or(MissReason::Tokenize)?;
-    let kind = part.get("type").and_then(Value::as_str);
-    let text = part.get("text").filter(|text| text.kind() == ValueKind::String);
-    let (Some("text" | "input_text" | "output_text"), Some(text)) = (kind, text) else {
-        return Err(MissReason::Tokenize);
-    };
-    out.set("text", text.clone());
-    for (key, value) in part.entries() {
-        if let Some(key) = key.as_str().filter(|key| !matches!(*key, "type" | "text")) {
-            out.set(key, value.clone());
-        }
-    }
-    Ok(out)
+/// What two renders with different marks have in common.
+pub(super) fn beginning(mut text: String, other: &str) -> Rendered {
+    let same = text.char_indices().zip(other.chars()).find(|((_, a), b)| a != b);
+    let end = same.map_or(text.len().min(other.len()), |((at, _), _)| at);
+    text.truncate(end);
+    Rendered { text, extent: Extent::Beginning }
 }
 
-/// For templates without a place for `developer`: it becomes `system`, and all system texts move to the front as one.
-fn developer_as_system(messages: &[Message], format: ContentFormat) -> Result<Vec<Value>, MissReason> {
-    if format != ContentFormat::String {
-        return Err(MissReason::Tokenize);
+/// Messages of `/v1/messages`, whose later system messages the engine moves into the first if the template refuses
+/// them where they are.
+fn system_first(request: &ChatRequest, template: &Template) -> Result<Vec<Value>, MissReason> {
+    let role = |message: &Value| dict(message).ok().and_then(|m| m.get("role")?.as_str().map(str::to_owned));
+    let is_system = |message: &Value| role(message).as_deref() == Some("system");
+    let later = request.messages.iter().skip(1).any(is_system);
+    if !request.system_first_if_refused || !later || template.takes_later_system() {
+        return Ok(request.messages.clone());
     }
-    let (system, rest): (Vec<&Message>, Vec<&Message>) = messages.iter().partition(|m| m.role == Role::System);
-    let texts = system.iter().filter_map(|m| dict(&m.value)?.get("content")?.as_str());
-    let mut first = PyDict::default();
-    first.set("role", Value::from("system"));
-    first.set("content", Value::from(texts.collect::<Vec<_>>().join("\n\n")));
-    Ok(std::iter::once(Value::from_object(first)).chain(rest.into_iter().map(|m| m.value.clone())).collect())
-}
-
-/// The text of a message's content: the last part's where it is a list.
-fn final_text(content: &Value) -> Option<String> {
-    match content.kind() {
-        ValueKind::String => content.as_str().map(str::to_owned),
-        ValueKind::Seq => {
-            let last = content.try_iter().ok()?.last()?;
-            last.downcast_object_ref::<PyDict>()?.get("text")?.as_str().map(str::to_owned)
-        }
-        _ => None,
+    let (system, mut rest): (Vec<Value>, Vec<Value>) = request.messages.iter().cloned().partition(is_system);
+    let mut text = String::new();
+    for message in &system {
+        text.push_str(dict(message)?.get("content").and_then(Value::as_str).ok_or(MissReason::Tokenize)?);
     }
-}
-
-/// Cuts the text after the last place of the final message; spaces at its end stay if the template kept all of it.
-fn cut_after(mut text: String, last: &str) -> Option<String> {
-    let is_space = super::methods::is_space;
-    let trimmed = last.trim_matches(is_space);
-    let place = text.rfind(trimmed)?;
-    let kept = last.trim_start_matches(is_space);
-    let whole = kept == last && text[place..].starts_with(last);
-    text.truncate(place + if whole { kept.len() } else { trimmed.len() });
-    Some(text)
+    rest.insert(0, Value::from_object(dict_of([("role", "system".into()), ("content", text.into())])));
+    Ok(rest)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
     use std::time::SystemTime;
 
     use super::*;
@@ -457,7 +182,15 @@ mod tests {
     fn check(template: &str, body: &str, expected: Result<&str, MissReason>) {
         let template = Template::compile(template, &BTreeMap::new(), SystemTime::now).unwrap();
         let view = BodyView::parse(body.as_bytes()).unwrap();
-        assert_eq!(render(&view, &template), expected.map(str::to_owned), "{body}");
+        let rendered = ChatRequest::of_chat(&view).and_then(|chat| render(&chat, &template, Engine::Vllm));
+        assert_eq!(rendered.map(|r| r.text), expected.map(str::to_owned), "{body}");
+        // The same with the messages read one by one.
+        let mut messages = Vec::new();
+        let rendered = view.messages.ok_or(MissReason::TextEmpty).and_then(|raw| {
+            conversation::read_messages(raw, &template, Engine::Vllm, &mut messages)?;
+            Frame::of(&ChatRequest::beside_messages(&view)?, Engine::Vllm)?.render(&messages, &template)
+        });
+        assert_eq!(rendered, expected.map(str::to_owned), "one by one: {body}");
     }
 
     #[test]
@@ -557,7 +290,7 @@ mod tests {
             (r#"{"messages":"x"}"#, MissReason::Tokenize),
             (r#"{"messages":[{"content":"x"}]}"#, MissReason::Tokenize),
             (
-                r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}"#,
+                r#"{"messages":[{"role":"user","content":[{"type":"unheard_of","image_url":{"url":"x"}}]}]}"#,
                 MissReason::Tokenize,
             ),
             (r#"{"messages":[{"role":"user","content":"x"}],"tools":[]}"#, MissReason::Tokenize),

@@ -47,6 +47,22 @@ pub(super) fn detect(template: &str) -> ContentFormat {
     if loops { ContentFormat::Parts } else { ContentFormat::String }
 }
 
+/// Reads the format as SGLang does: by words for media anywhere in the text, and by loops over the content of a
+/// message that is called so.
+pub(super) fn detect_sglang(template: &str) -> ContentFormat {
+    let media = ["image", "audio", "video", "vision"].iter().any(|word| template.contains(word));
+    let of_message = |source: &str| {
+        let root = source.split('|').next().unwrap_or(source).trim();
+        let owner = ["['content']", "[\"content\"]", ".content"].iter().find_map(|access| root.strip_suffix(access));
+        matches!(owner, Some("message" | "msg" | "m"))
+    };
+    if media || tags(template).iter().filter_map(|tag| loop_source(tag)).any(of_message) {
+        ContentFormat::Parts
+    } else {
+        ContentFormat::String
+    }
+}
+
 /// The insides of `{% … %}` and `{{ … }}`.
 fn tags(template: &str) -> Vec<&str> {
     let pieces = source::pieces(template).into_iter();
@@ -129,6 +145,19 @@ mod tests {
             ("{% for tool in tools %}{{ tool }}{% endfor %}", ContentFormat::String),
         ] {
             assert_eq!(detect(template), expected, "{template}");
+        }
+    }
+
+    #[test]
+    fn sglang_goes_by_words_and_by_the_names_of_loops() {
+        for (template, expected) in [
+            ("{% for m in messages %}{{ m.content }}{% endfor %}", ContentFormat::String),
+            ("{% for p in message['content'] | list %}{% endfor %}", ContentFormat::Parts),
+            ("{% for p in turn.content %}{% endfor %}", ContentFormat::String),
+            ("{% set c = m.content %}{% for p in c %}{% endfor %}", ContentFormat::String),
+            ("{{ '<|vision_start|>' }}", ContentFormat::Parts),
+        ] {
+            assert_eq!(detect_sglang(template), expected, "{template}");
         }
     }
 }

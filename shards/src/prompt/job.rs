@@ -3,18 +3,18 @@
 //! **Invariant.** A slice is bounded by [`SLICE_BYTES`] of text wherever the tokenizer has a proved cut; the keys are
 //! those of the whole prompt. A job may be dropped between any two slices.
 
-use std::borrow::Cow;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokenizers::pipeline::PipelineToken;
 
-use super::body::{self, BodyView};
+use super::body::BodyView;
 use super::memory::{Context, Mark, Memory, Start};
 use super::model::Model;
 use super::prefix_cache::{PrefixCache, Strides};
 use super::recall::{self, Chat};
+use super::request::{self, Prompt, Rendering, Source as PromptSource, Truncation};
 use super::tokenizer::PieceLengths;
 use super::{Api, json};
 use crate::block::{Contract, ContractError, KeyStream, Lora, PromptExtras};
@@ -54,6 +54,10 @@ pub struct Job<'a> {
     stream: KeyStream,
     /// Streams beside the job's own that are fed the same tokens.
     others: Vec<Other>,
+    /// Tokens before the text.
+    prefix: Vec<u32>,
+    /// What the engine cuts off.
+    cut_off: Option<CutOff>,
     /// The tokens of one piece.
     piece: Vec<u32>,
     scratch: Vec<PipelineToken>,
@@ -77,13 +81,22 @@ impl Other {
     }
 }
 
+/// A prompt of which the engine keeps only some tokens.
+#[derive(Debug)]
+struct CutOff {
+    kept: Truncation,
+    /// Tokens of which it is not decided yet.
+    open: Vec<u32>,
+}
+
 /// What is still to be done.
 #[derive(Debug)]
 enum Source<'a> {
     /// The memory's text.
     Text {
         at: usize,
-        special: bool,
+        /// Special tokens go behind it.
+        suffix: bool,
     },
     /// The rest of a JSON list of ids, after its bracket.
     Ids(&'a str),
@@ -123,11 +136,11 @@ impl<'a> Job<'a> {
         api: Api,
         body: &'a [u8],
         model: &Arc<Model>,
-        template: Option<&Arc<str>>,
+        rendering: Rendering<'_>,
         keying: Keying<'_>,
     ) -> Result<Self, MissReason> {
         let view = BodyView::parse(body).ok_or(MissReason::Tokenize)?;
-        Job::of_view(api, &view, model, template, keying, &mut PrefixCache::new(0))
+        Job::of_view(api, &view, model, rendering, keying, &mut PrefixCache::new(0))
     }
 
     /// Begins with a body that is viewed already. A chat is rendered here, in one go, as far as the cache does not
@@ -139,51 +152,36 @@ impl<'a> Job<'a> {
         api: Api,
         view: &BodyView<'a>,
         model: &Arc<Model>,
-        template: Option<&Arc<str>>,
+        rendering: Rendering<'_>,
         keying: Keying<'_>,
         cache: &mut PrefixCache,
     ) -> Result<Self, MissReason> {
-        if let Some(member) = view.unkeyable {
-            tracing::debug!(member, "a request is routed without keys");
+        let Prompt { source, truncation } = Prompt::of(api, view, model, rendering)?;
+        let prefix = match source {
+            PromptSource::Text { special: true, .. } | PromptSource::Chat { special: true, .. } => {
+                model.prefix(rendering.add_bos)
+            }
+            _ => Vec::new(),
+        };
+        // Which of the special tokens are cut away is the engine's affair.
+        if truncation.is_some() && !prefix.is_empty() {
             return Err(MissReason::Tokenize);
         }
-        let (prompt, special) = match api {
-            Api::Completions => (completion(view)?, body::flag(view.add_special_tokens, true)),
-            Api::ChatCompletions => {
-                (Prompt::Chat(view.messages.ok_or(MissReason::TextEmpty)?), body::flag(view.add_special_tokens, false))
-            }
-        };
-        let special = special.ok_or(MissReason::Tokenize)? && !matches!(prompt, Prompt::Ids(_));
         let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
-        let start = start(view, model, &keying, block_tokens, special)?;
-        let lora = keying.lora.map(|lora| format!("{lora:?}"));
-        let mut members = view.members().to_vec();
-        members.push(lora.as_deref());
-        members.push(Some(if special { "special" } else { "plain" }));
-        let context = Context::new(model, template, keying.contract, block_tokens, &members);
-        let (memory, strides) = match &prompt {
-            Prompt::Ids(_) => (Box::new(Memory::new(context, start)), Strides::new()),
-            Prompt::Text(text) => recall::text(cache, context, start, text, model.tokenizer()),
-            Prompt::Chat(raw) => {
-                let template = model.template(template, view.tools.is_some())?;
-                recall::chat(cache, context, start, Chat { raw, view, model, template })?
-            }
-        };
+        let extras = extras(view, keying.lora)?;
+        let opening = Opening { view, model, rendering, keying, block_tokens, extras: &extras, prefix: &prefix };
+        let Opened { memory, strides, source } = opening.open(source, truncation.is_some(), cache)?;
         let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
-        let source = match prompt {
-            Prompt::Ids(rest) if rest.trim_start().starts_with(']') => return Err(MissReason::TextEmpty),
-            Prompt::Ids(rest) => Source::Ids(rest),
-            _ if memory.text.is_empty() && mark.tokens == 0 => return Err(MissReason::TextEmpty),
-            _ => Source::Text { at: mark.at, special },
-        };
         Ok(Job {
             model: Arc::clone(model),
+            source,
             memory,
             strides,
-            source,
-            extras: extras(view, keying.lora)?,
+            extras,
             stream: mark.stream,
             others: Vec::new(),
+            prefix,
+            cut_off: truncation.map(|kept| CutOff { kept, open: Vec::new() }),
             piece: Vec::new(),
             scratch: Vec::new(),
             taken: 0,
@@ -202,9 +200,7 @@ impl<'a> Job<'a> {
         debug_assert_eq!(self.bytes_done, 0, "other streams see every token");
         let stream = KeyStream::new(contract, &self.extras, block_tokens)?;
         let mut other = Other { stream, keys: Vec::new() };
-        if matches!(self.source, Source::Text { special: true, .. }) {
-            other.feed(&self.model.tokenizer().prefix().collect::<Vec<_>>());
-        }
+        other.feed(&self.prefix);
         self.others.push(other);
         Ok(())
     }
@@ -225,14 +221,15 @@ impl<'a> Job<'a> {
         }
         match self.source {
             Source::Done | Source::Unbroken { .. } => return Ok(Step::Done),
-            Source::Text { at, special } => self.text_slice(at, special)?,
+            Source::Text { at, suffix } => self.text_slice(at, suffix)?,
             Source::Ids(rest) => {
                 let left = read_ids(rest, &mut self.piece)?;
                 self.bytes_done += (rest.len() - left.unwrap_or_default().len()) as u64;
                 self.source = left.map_or(Source::Done, Source::Ids);
-                self.hash_piece();
+                self.finish_piece();
             }
         }
+        self.cut_off();
         self.offered = self.memory.keys.len();
         Ok(if matches!(self.source, Source::Done | Source::Unbroken { .. }) { Step::Done } else { Step::More })
     }
@@ -271,7 +268,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    fn text_slice(&mut self, from: usize, special: bool) -> Result<(), MissReason> {
+    fn text_slice(&mut self, from: usize, suffix: bool) -> Result<(), MissReason> {
         let model = Arc::clone(&self.model);
         let tokenizer = model.tokenizer();
         let mut at = from;
@@ -289,7 +286,7 @@ impl<'a> Job<'a> {
                 tracing::debug!(%error, "a prompt is routed without keys");
                 MissReason::Tokenize
             })?;
-            self.hash_piece();
+            self.finish_piece();
             self.bytes_done += (end - at) as u64;
             at = end;
             if at < self.memory.text.len() {
@@ -297,15 +294,43 @@ impl<'a> Job<'a> {
                 self.memory.marks.push(Mark { at, tokens: self.tokens, keys, stream: self.stream.clone() });
             }
         }
-        self.source = Source::Text { at, special };
+        self.source = Source::Text { at, suffix };
         if at == self.memory.text.len() {
-            if special {
+            if suffix {
                 self.piece.extend(tokenizer.suffix());
-                self.hash_piece();
+                self.finish_piece();
             }
             self.source = Source::Done;
         }
         Ok(())
+    }
+
+    /// Hashes the piece; where tokens are cut off it waits until it is known which ones.
+    fn finish_piece(&mut self) {
+        match &mut self.cut_off {
+            Some(cut_off) => cut_off.open.append(&mut self.piece),
+            None => self.hash_piece(),
+        }
+    }
+
+    /// Takes away what the engine cuts off, as soon as that is known, and hashes what stays.
+    fn cut_off(&mut self) {
+        let Some(CutOff { kept, open }) = &mut self.cut_off else { return };
+        match *kept {
+            Truncation::First(kept) => {
+                let room = kept.saturating_sub(usize::try_from(self.tokens).unwrap_or(kept));
+                if open.len() > room {
+                    open.truncate(room);
+                    self.source = Source::Done;
+                }
+            }
+            Truncation::Last(kept) if matches!(self.source, Source::Done) => {
+                open.drain(..open.len().saturating_sub(kept));
+            }
+            Truncation::Last(_) => return,
+        }
+        self.piece.append(open);
+        self.hash_piece();
     }
 
     fn hash_piece(&mut self) {
@@ -322,7 +347,7 @@ impl<'a> Job<'a> {
 }
 
 /// Lengths of pieces between marks.
-const PIECE: PieceLengths = PieceLengths {
+pub(super) const PIECE: PieceLengths = PieceLengths {
     token: MARK_BYTES,
     token_last: MARK_BYTES_LAST,
     last: LAST_BYTES,
@@ -330,32 +355,92 @@ const PIECE: PieceLengths = PieceLengths {
     max: SLICE_BYTES,
 };
 
-/// Where a prompt comes from.
-enum Prompt<'a> {
-    Text(Cow<'a, str>),
-    /// A JSON list of ids, after its bracket.
-    Ids(&'a str),
-    /// The messages.
-    Chat(&'a str),
+/// A prompt on the way to its job.
+struct Opening<'o, 'a> {
+    view: &'o BodyView<'a>,
+    model: &'o Arc<Model>,
+    rendering: Rendering<'o>,
+    keying: Keying<'o>,
+    block_tokens: NonZeroU32,
+    extras: &'o PromptExtras,
+    prefix: &'o [u32],
 }
 
-/// The state before the first byte of a text.
-fn start(
-    view: &BodyView<'_>,
-    model: &Model,
-    keying: &Keying<'_>,
-    block_tokens: NonZeroU32,
-    special: bool,
-) -> Result<Start, MissReason> {
-    let extras = extras(view, keying.lora)?;
-    let mut stream = KeyStream::new(keying.contract, &extras, block_tokens).map_err(|error| {
-        tracing::debug!(%error, "a request is routed without keys");
-        MissReason::Extras
-    })?;
-    let prefix: Vec<u32> = if special { model.tokenizer().prefix().collect() } else { Vec::new() };
-    let mut rest = &prefix[..];
-    let keys: Vec<BlockKey> = std::iter::from_fn(|| stream.next_key(&mut rest)).collect();
-    Ok(Start { mark: Mark { at: 0, tokens: prefix.len() as u64, keys: keys.len(), stream }, keys })
+/// What a job begins with.
+struct Opened<'a> {
+    memory: Box<Memory>,
+    strides: Strides,
+    source: Source<'a>,
+}
+
+impl<'a> Opening<'_, 'a> {
+    /// The memory that the prompt begins with. Nothing is remembered of prompts of ids, nor of those that are cut off.
+    fn open(
+        &self,
+        source: PromptSource<'a>,
+        is_cut_off: bool,
+        cache: &mut PrefixCache,
+    ) -> Result<Opened<'a>, MissReason> {
+        let start = self.start()?;
+        match source {
+            PromptSource::Ids(rest) if rest.trim_start().starts_with(']') => Err(MissReason::TextEmpty),
+            PromptSource::Ids(rest) => {
+                let memory = Box::new(Memory::new(self.context("ids"), start));
+                Ok(Opened { memory, strides: Strides::new(), source: Source::Ids(rest) })
+            }
+            PromptSource::Text { text, special, whole } => {
+                let mut nothing = PrefixCache::new(0);
+                let cache = if is_cut_off { &mut nothing } else { cache };
+                let (memory, strides) = recall::text(cache, self.context("text"), start, text, self.model.tokenizer());
+                let strides = if is_cut_off { Strides::new() } else { strides };
+                Opened::of_text(memory, strides, special && whole)
+            }
+            PromptSource::Chat { raw, special } => {
+                let Opening { view, model, rendering, .. } = *self;
+                let template = model.template(rendering.template, view.tools.is_some(), rendering.engine)?;
+                let chat = Chat { raw, view, model, template, rendering };
+                match recall::chat(cache, self.context("chat"), start, chat) {
+                    Ok((memory, strides)) => Opened::of_text(memory, strides, special),
+                    Err(MissReason::Media) => {
+                        self.open(request::whole_chat(view, model, rendering)?, is_cut_off, cache)
+                    }
+                    Err(reason) => Err(reason),
+                }
+            }
+        }
+    }
+
+    /// The state before the first byte of a text.
+    fn start(&self) -> Result<Start, MissReason> {
+        let mut stream = KeyStream::new(self.keying.contract, self.extras, self.block_tokens).map_err(|error| {
+            tracing::debug!(%error, "a request is routed without keys");
+            MissReason::Extras
+        })?;
+        let mut rest = self.prefix;
+        let keys: Vec<BlockKey> = std::iter::from_fn(|| stream.next_key(&mut rest)).collect();
+        Ok(Start { mark: Mark { at: 0, tokens: self.prefix.len() as u64, keys: keys.len(), stream }, keys })
+    }
+
+    /// What decides over text and keys beside the prompt, for prompts found by their text or by their messages.
+    fn context(&self, found_by: &str) -> Context {
+        let Rendering { engine, template, kwargs, add_bos: _ } = self.rendering;
+        let lora = self.keying.lora.map(|lora| format!("{lora:?}"));
+        let front_end = format!("{engine:?} {found_by} {:?}", self.prefix);
+        let mut members = self.view.members().to_vec();
+        members.extend([lora.as_deref(), kwargs, Some(&front_end)]);
+        Context::new(self.model, template, self.keying.contract, self.block_tokens, &members)
+    }
+}
+
+impl Opened<'_> {
+    fn of_text(memory: Box<Memory>, strides: Strides, suffix: bool) -> Result<Self, MissReason> {
+        let mark = memory.marks.last().ok_or(MissReason::Hashes)?;
+        if memory.text.is_empty() && mark.tokens == 0 {
+            return Err(MissReason::TextEmpty);
+        }
+        let source = Source::Text { at: mark.at, suffix };
+        Ok(Opened { memory, strides, source })
+    }
 }
 
 /// What the request says beyond its tokens, the adapter included. A text that is empty says nothing.
@@ -372,24 +457,6 @@ fn extras(view: &BodyView<'_>, lora: Option<&Lora>) -> Result<PromptExtras, Miss
         extra_key: text(view.extra_key)?,
         ..PromptExtras::default()
     })
-}
-
-/// The prompt of a completion: text, ids, or the first of several.
-fn completion<'a>(view: &BodyView<'a>) -> Result<Prompt<'a>, MissReason> {
-    let prompt = view.prompt.ok_or(MissReason::TextEmpty)?;
-    let text = |raw: &'a str| json::leading_string(raw).map(Prompt::Text).map_err(MissReason::from);
-    match prompt.as_bytes().first() {
-        Some(b'"') => text(prompt),
-        Some(b'[') => {
-            let inside = prompt[1..].trim_start();
-            match inside.as_bytes().first() {
-                Some(b'"') => text(inside),
-                Some(b'[') => Ok(Prompt::Ids(&inside[1..])),
-                _ => Ok(Prompt::Ids(inside)),
-            }
-        }
-        _ => Err(MissReason::Tokenize),
-    }
 }
 
 /// Reads ids of a JSON list up to the slice's limit; the rest, or none when the list is over.

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::block::{Chain, HashAlgo, NoneHash, Release, sglang, vllm};
 use crate::prompt::model::tests::small_model;
+use crate::service::Engine;
 
 const CHATML: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}\
     {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
@@ -30,7 +31,7 @@ fn job_under<'a>(
     contract: &Contract,
     lora: Option<&Lora>,
 ) -> Result<Job<'a>, MissReason> {
-    Job::new(api, body.as_bytes(), model, None, Keying { contract, block_tokens: 16, lora })
+    Job::new(api, body.as_bytes(), model, Rendering::of(Engine::Vllm), Keying { contract, block_tokens: 16, lora })
 }
 
 /// Runs a job to its end: keys, tokens, slices.
@@ -137,13 +138,36 @@ fn what_cannot_be_keyed_says_why() {
         (r#"{"prompt": [1.0]}"#, MissReason::Tokenize),
         (r#"{"prompt": [4294967296]}"#, MissReason::Tokenize),
         (r#"{"prompt": "\ud800"}"#, MissReason::Tokenize),
-        (r#"{"prompt": "x", "truncate_prompt_tokens": 3}"#, MissReason::Tokenize),
-        (r#"{"prompt": "x", "input_ids": [1]}"#, MissReason::Tokenize),
+        (r#"{"prompt": "x", "truncate_prompt_tokens": -1}"#, MissReason::Tokenize),
+        (r#"{"prompt": "x", "truncate_prompt_tokens": 3, "truncation_side": "middle"}"#, MissReason::Tokenize),
+        (r#"{"prompt": "x", "prompt_embeds": "AAAA"}"#, MissReason::Media),
         (r#"{"prompt": ["x", "y"], "cache_salt": ["s", "t"]}"#, MissReason::Extras),
         (r#"{"prompt": "x", "cache_salt": 5}"#, MissReason::Extras),
         (r#"{"prompt": "x", "add_special_tokens": "yes"}"#, MissReason::Tokenize),
     ] {
         assert_eq!(completion(&model, body).unwrap_err(), reason, "{body}");
+    }
+}
+
+#[test]
+fn a_truncated_prompt_has_the_keys_of_what_is_kept() {
+    let Some(model) = model("a_truncated_prompt_has_the_keys_of_what_is_kept") else { return };
+    let ids: Vec<u32> = (1..10_001).collect();
+    let of = |ids: &[u32], more: &str| {
+        let body = format!(r#"{{"prompt": {}{more}}}"#, serde_json::to_string(ids).unwrap());
+        completion(&model, &body).unwrap()
+    };
+    for kept in [5, 16, 40, 4096, 4100, 9_999] {
+        let (keys, tokens, _) = of(&ids, &format!(r#", "truncate_prompt_tokens": {kept}"#));
+        assert_eq!((keys, tokens), (of(&ids[10_000 - kept..], "").0, kept as u64), "the last {kept}");
+        let right = format!(r#", "truncate_prompt_tokens": {kept}, "truncation_side": "right""#);
+        let (keys, tokens, _) = of(&ids, &right);
+        assert_eq!((keys, tokens), (of(&ids[..kept], "").0, kept as u64), "the first {kept}");
+    }
+    for more in
+        [r#", "truncate_prompt_tokens": 10000"#, r#", "truncate_prompt_tokens": 20000, "truncation_side": "right""#]
+    {
+        assert_eq!(of(&ids, more).0, of(&ids, "").0, "nothing is cut off: {more}");
     }
 }
 
@@ -304,7 +328,7 @@ proptest! {
     fn any_bytes_end_in_keys_or_a_reason(body in proptest::collection::vec(any::<u8>(), 0..200)) {
         if let Some(model) = model("any_bytes_end_in_keys_or_a_reason") {
             let keying = Keying { contract: &contract(), block_tokens: 16, lora: None };
-            let _ = Job::new(Api::Completions, &body, &model, None, keying).and_then(run);
+            let _ = Job::new(Api::Completions, &body, &model, Rendering::of(Engine::Vllm), keying).and_then(run);
         }
     }
 }

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3;
 
-use super::chat::{Frame, Message};
+use super::conversation::Message;
+use super::frame::Frame;
 use super::model::Model;
 use super::tokenizer::Tokenizer;
 use crate::block::{Contract, KeyStream};

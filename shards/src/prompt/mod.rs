@@ -5,19 +5,28 @@
 
 mod body;
 mod chat;
+mod chat_sglang;
 mod clock;
+mod completions;
 mod content_format;
+mod conversation;
+mod frame;
+mod generate;
 mod job;
 mod json;
 mod memory;
+mod messages;
 mod methods;
 mod model;
 #[cfg(test)]
 mod outside_data;
 mod prefix_cache;
+mod preview;
 mod pyvalue;
 mod recall;
 mod regrow;
+mod request;
+mod responses;
 mod slices;
 mod source;
 mod table;
@@ -31,6 +40,8 @@ pub use content_format::ContentFormat;
 pub use job::{Job, Keying, SLICE_BYTES, Step};
 pub use model::{Model, ModelError, ModelFiles, TemplateOrigin};
 pub use prefix_cache::{PREFIX_CACHE_BYTES, PrefixCache, PrefixStats};
+pub use preview::{Preview, preview};
+pub use request::Rendering;
 pub use table::{Entry, Lookup, ModelTable, SLUG_BYTES_MAX, slug};
 pub use template::{Template, TemplateError};
 pub use tokenizer::{Tokenizer, TokenizerError};
@@ -42,6 +53,12 @@ pub enum Api {
     Completions,
     /// `POST /v1/chat/completions`.
     ChatCompletions,
+    /// `POST /v1/responses`.
+    Responses,
+    /// `POST /v1/messages`.
+    Messages,
+    /// `POST /generate` (SGLang).
+    Generate,
 }
 
 impl Api {
@@ -54,6 +71,9 @@ impl Api {
         match path.split('?').next() {
             Some("/v1/completions") => Some(Api::Completions),
             Some("/v1/chat/completions") => Some(Api::ChatCompletions),
+            Some("/v1/responses") => Some(Api::Responses),
+            Some("/v1/messages") => Some(Api::Messages),
+            Some("/generate") => Some(Api::Generate),
             _ => None,
         }
     }
@@ -71,7 +91,14 @@ mod tests {
             ("GET", "/v1/completions", None),
             ("POST", "/v1/completions/", None),
             ("POST", "/v1/chat/completions/render", None),
+            ("POST", "/v1/responses", Some(Api::Responses)),
+            ("POST", "/v1/messages?beta=true", Some(Api::Messages)),
+            ("POST", "/generate", Some(Api::Generate)),
+            ("GET", "/v1/responses", None),
+            ("POST", "/v1/responses/render", None),
+            ("POST", "/v1/messages/count_tokens", None),
             ("POST", "/v1/embeddings", None),
+            ("POST", "/tokenize", None),
         ] {
             assert_eq!(Api::of(method, path), expected, "{method} {path}");
         }

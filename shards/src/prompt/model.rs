@@ -9,8 +9,8 @@ use std::time::SystemTime;
 use serde_json::Value;
 
 use super::template::Template;
-use super::tokenizer::Tokenizer;
-use crate::service::MissReason;
+use super::tokenizer::{Tokenizer, TokenizerError};
+use crate::service::{Engine, MissReason};
 
 /// The texts of a model's files.
 #[derive(Clone, Debug, Default)]
@@ -77,6 +77,33 @@ const CHATML: &str = "{%- if tools or enable_thinking is defined %}{{ raise_exce
 {{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
+
+/// Parts of model names (lower case) whose chats vLLM renders in code: the encoders of DeepSeek V3.2 and V4, Kimi K3 and
+/// Inkling, and the tokenizers of Mistral's and Cohere's own, which it chooses by itself.
+const RENDERED_BY_VLLM: [&str; 6] =
+    ["deepseek-v3.2", "deepseek-v4", "kimi-k3", "inkling", "mistralai__", "coherelabs__"];
+
+/// The same for SGLang: encoders, and conversations that it knows by the model's name.
+const RENDERED_BY_SGLANG: [&str; 18] = [
+    "deepseek-v3.2",
+    "deepseek-v4",
+    "kimi-k3",
+    "inkling",
+    "glm-5.3",
+    "vicuna",
+    "llava-v1.5",
+    "llava-next-video-7b",
+    "internvl",
+    "janus",
+    "deepseek-vl2",
+    "minicpm-v",
+    "minicpm-o",
+    "phi-4-multimodal",
+    "deepseek-ocr",
+    "paddleocr",
+    "points",
+    "moss-vl",
+];
 
 /// Added tokens that together mark a model whose engine renders chats in code (Harmony), whatever template is staged.
 const RENDERED_IN_CODE: [&str; 3] = ["<|channel|>", "<|call|>", "<|return|>"];
@@ -176,7 +203,7 @@ impl Model {
     /// Why chats of this model are routed without keys, if they are: what is wrong, or the file to add.
     #[must_use]
     pub fn template_problem(&self) -> Option<String> {
-        if self.is_rendered_in_code() {
+        if self.is_rendered_in_code(Engine::Vllm) {
             return Some("the engine renders this model's chats in code, not by a template".into());
         }
         match (&self.default, self.origin) {
@@ -190,15 +217,44 @@ impl Model {
     ///
     /// # Errors
     /// There is none, or it cannot be used.
-    pub(super) fn template(&self, rule: Option<&Arc<str>>, tools: bool) -> Result<&Template, MissReason> {
+    pub(super) fn template(
+        &self,
+        rule: Option<&Arc<str>>,
+        tools: bool,
+        engine: Engine,
+    ) -> Result<&Template, MissReason> {
         if let Some(text) = rule {
             return self.rule_template(text);
         }
-        if self.is_rendered_in_code() {
-            return Err(MissReason::Template);
+        if self.is_rendered_in_code(engine) {
+            return Err(MissReason::EngineRendered);
         }
+        // SGLang takes the first of several templates, whatever the request has.
+        let tools = tools && engine != Engine::Sglang;
         let own = self.tool_use.as_ref().filter(|_| tools).or(self.default.as_ref());
         own.ok_or(MissReason::TemplateMissing)?.as_ref().map_err(|_| MissReason::Template)
+    }
+
+    /// Renders the model's template (or the one given) for variables in JSON: see [`Template::render_json`].
+    ///
+    /// # Errors
+    /// A text: there is no template, it cannot be used, or it refused.
+    pub fn render_json(&self, template: Option<&Arc<str>>, variables: &str, kwargs: &str) -> Result<String, String> {
+        let template = match template {
+            Some(text) => self.rule_template(text).map_err(|reason| reason.name().to_owned())?,
+            None => self.default.as_ref().ok_or("the model has no chat template")?.as_ref().map_err(Clone::clone)?,
+        };
+        template.render_json(variables, kwargs).map_err(|error| error.to_string())
+    }
+
+    /// The ids of a text, without special tokens around it.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub fn ids(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        let mut ids = Vec::new();
+        self.tokenizer.encode(text, &mut Vec::new(), &mut ids)?;
+        Ok(ids)
     }
 
     /// Finds or compiles a rule's template. Two shards may compile the same text at once; one result stays.
@@ -225,8 +281,31 @@ impl Model {
             .ok()
     }
 
-    fn is_rendered_in_code(&self) -> bool {
-        RENDERED_IN_CODE.iter().all(|token| self.tokenizer.has_added_token(token))
+    /// Whether an engine renders the model's chats in code: then a template, even a staged one, is not what it uses.
+    fn is_rendered_in_code(&self, engine: Engine) -> bool {
+        let name = self.slug.to_ascii_lowercase();
+        match engine {
+            // Its chats of Harmony models go through the template.
+            Engine::Sglang => RENDERED_BY_SGLANG.iter().any(|part| name.contains(part)),
+            Engine::Vllm | Engine::Trtllm | Engine::Llamacpp => {
+                RENDERED_BY_VLLM.iter().any(|part| name.contains(part))
+                    || RENDERED_IN_CODE.iter().all(|token| self.tokenizer.has_added_token(token))
+            }
+        }
+    }
+
+    /// Ids that special tokens put before a text. `add_bos` is what a rule says; without it, `tokenizer.json` alone
+    /// tells, as in transformers 5. (Version 4 also obeyed `add_bos_token` for tokenizers of the Llama class.)
+    pub(super) fn prefix(&self, add_bos: Option<bool>) -> Vec<u32> {
+        let mut prefix: Vec<u32> = self.tokenizer.prefix().collect();
+        let bos = self.special_tokens.get("bos_token").and_then(|token| self.tokenizer.added_token(token));
+        if let (Some(add), Some(bos)) = (add_bos, bos) {
+            prefix.retain(|id| *id != bos);
+            if add {
+                prefix.insert(0, bos);
+            }
+        }
+        prefix
     }
 }
 

@@ -18,7 +18,10 @@ pub(crate) fn small_model(test: &str, slug: &str, config: Option<&str>, template
 fn render(model: &Model, rule: Option<&Arc<str>>, tools: bool) -> Result<String, MissReason> {
     let chat = br#"{"messages":[{"role":"user","content":"hi"}]}"#;
     let view = crate::prompt::BodyView::parse(chat).unwrap();
-    model.template(rule, tools).and_then(|template| crate::prompt::chat::render(&view, template))
+    model.template(rule, tools, Engine::Vllm).and_then(|template| {
+        let chat = crate::prompt::chat::ChatRequest::of_chat(&view)?;
+        Ok(crate::prompt::chat::render(&chat, template, Engine::Vllm)?.text)
+    })
 }
 
 #[test]
@@ -83,7 +86,7 @@ fn chats_that_the_engine_renders_in_code_are_not_guessed() {
     let tokenizer = std::fs::read_to_string(dir.join("tokenizer.json")).unwrap();
     let files = ModelFiles { tokenizer, template: Some("x".into()), ..ModelFiles::default() };
     let model = Model::load(&files, SystemTime::now).unwrap();
-    assert_eq!(render(&model, None, false), Err(MissReason::Template));
+    assert_eq!(render(&model, None, false), Err(MissReason::EngineRendered));
     assert!(model.template_problem().unwrap().contains("in code"));
 }
 

@@ -4,8 +4,8 @@ use super::*;
 use crate::block::{Contract, HashAlgo, NoneHash};
 use crate::ids::BlockKey;
 use crate::prompt::outside_data::{self, Random};
-use crate::prompt::{Api, BodyView, Job, Keying, Model, ModelFiles, Step};
-use crate::service::MissReason;
+use crate::prompt::{Api, BodyView, Job, Keying, Model, ModelFiles, Rendering, Step};
+use crate::service::{Engine, MissReason};
 
 /// Template of the vectors, tokenizer directory.
 const MODELS: [(&str, &str); 4] = [
@@ -39,7 +39,7 @@ fn run(api: Api, body: &str, model: &Arc<Model>, cache: &mut PrefixCache) -> Res
     let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::XxhashCbor, "0"));
     let keying = Keying { contract: &contract, block_tokens: 16, lora: None };
     let view = BodyView::parse(body.as_bytes()).ok_or(MissReason::Tokenize)?;
-    let mut job = Job::of_view(api, &view, model, None, keying, cache)?;
+    let mut job = Job::of_view(api, &view, model, Rendering::of(Engine::Vllm), keying, cache)?;
     let mut keys = Vec::new();
     while job.step()? == Step::More {
         keys.extend_from_slice(job.take_keys());

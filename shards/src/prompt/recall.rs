@@ -1,13 +1,17 @@
 //! The memory a prompt begins with: what the cache knows of its begin, and its text.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use super::body::BodyView;
-use super::chat::{self, Frame};
+use super::chat::ChatRequest;
+use super::conversation;
+use super::frame::Frame;
 use super::memory::{Context, Memory, Start};
 use super::model::Model;
 use super::prefix_cache::{Found, PrefixCache, Strides};
 use super::regrow::{Grown, Growth};
+use super::request::Rendering;
 use super::template::Template;
 use super::tokenizer::Tokenizer;
 use crate::service::MissReason;
@@ -19,6 +23,7 @@ pub(super) struct Chat<'r, 'b> {
     pub view: &'r BodyView<'b>,
     pub model: &'r Arc<Model>,
     pub template: &'r Template,
+    pub rendering: Rendering<'r>,
 }
 
 /// The memory of a prompt given as text.
@@ -26,7 +31,7 @@ pub(super) fn text(
     cache: &mut PrefixCache,
     context: Context,
     start: Start,
-    text: &str,
+    text: Cow<'_, str>,
     tokenizer: &Tokenizer,
 ) -> (Box<Memory>, Strides) {
     let (found, strides) = cache.find(&context, text.as_bytes());
@@ -40,7 +45,7 @@ pub(super) fn text(
         }
         Found::Part { slot, .. } => {
             let mut memory = Box::new(Memory::new(context, start));
-            memory.text = text.to_owned();
+            memory.text = text.into_owned();
             if let Some(other) = cache.at(slot) {
                 memory.learn(other, tokenizer);
             }
@@ -48,7 +53,7 @@ pub(super) fn text(
         }
         Found::Nothing => {
             let mut memory = Box::new(Memory::new(context, start));
-            memory.text = text.to_owned();
+            memory.text = text.into_owned();
             memory
         }
     };
@@ -88,19 +93,20 @@ pub(super) fn chat(
     Ok((memory, strides))
 }
 
-fn frame(memory: &mut Memory, view: &BodyView<'_>) -> Result<Arc<Frame>, MissReason> {
+fn frame(memory: &mut Memory, chat: &Chat<'_, '_>) -> Result<Arc<Frame>, MissReason> {
     if let Some(frame) = &memory.frame {
         return Ok(Arc::clone(frame));
     }
-    let frame = Arc::new(Frame::of(view)?);
+    let request = ChatRequest { defaults: chat.rendering.defaults(), ..ChatRequest::beside_messages(chat.view)? };
+    let frame = Arc::new(Frame::of(&request, chat.rendering.engine)?);
     memory.frame = Some(Arc::clone(&frame));
     Ok(frame)
 }
 
 /// Renders the whole conversation; messages that the memory has are not read again.
 fn whole(memory: &mut Memory, chat: &Chat<'_, '_>) -> Result<(), MissReason> {
-    chat::read_messages(chat.raw, chat.template, &mut memory.messages)?;
-    memory.text = frame(memory, chat.view)?.render(&memory.messages, chat.template)?;
+    conversation::read_messages(chat.raw, chat.template, chat.rendering.engine, &mut memory.messages)?;
+    memory.text = frame(memory, chat)?.render(&memory.messages, chat.template)?;
     memory.raw = chat.raw.to_owned();
     Ok(())
 }
@@ -117,8 +123,8 @@ fn grown(
     memory.raw.push_str(&chat.raw[same..]);
     let shared = memory.messages.iter().take_while(|message| message.end <= same).count();
     let dropped = memory.messages.split_off(shared);
-    chat::read_messages(chat.raw, chat.template, &mut memory.messages)?;
-    let frame = frame(&mut memory, chat.view)?;
+    conversation::read_messages(chat.raw, chat.template, chat.rendering.engine, &mut memory.messages)?;
+    let frame = frame(&mut memory, chat)?;
     let growth = Growth {
         model: chat.model,
         template: chat.template,

@@ -12,7 +12,8 @@ use std::sync::Arc;
 
 use minijinja::Value;
 
-use super::chat::{Frame, Message, Role};
+use super::conversation::{Message, Role};
+use super::frame::Frame;
 use super::memory::{Excerpt, common_prefix};
 use super::model::Model;
 use super::template::Template;
@@ -183,7 +184,7 @@ impl Growth<'_> {
         let render = |end: &[Message]| {
             let before = chosen.iter().map(|place| &self.messages[*place as usize]);
             let values: Vec<Value> = before.chain(end).map(|message| message.value.clone()).collect();
-            self.frame.render_values(values, self.template).ok()
+            self.frame.render_as_they_stand(values, self.template).ok()
         };
         let rendered;
         let old = match &self.excerpt {

@@ -4,6 +4,7 @@
 //! it is corrected or the construct is refused.
 
 use std::collections::BTreeMap;
+use std::sync::OnceLock;
 use std::time::SystemTime;
 
 use minijinja::syntax::SyntaxConfig;
@@ -12,8 +13,10 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehav
 
 use super::clock;
 use super::content_format::{self, ContentFormat};
+use super::json;
 use super::methods;
-use super::pyvalue::{self, JsonStyle, PyGenerator};
+use super::pyvalue::{self, JsonStyle, PyDict, PyGenerator};
+use super::request::dict_of;
 use super::source::{self, LOOP_FILTER};
 
 /// Instructions and 64-byte pieces of data one render may cost. Beyond it the request is routed without keys.
@@ -27,8 +30,14 @@ const NAME: &str = "chat";
 pub struct Template {
     environment: Environment<'static>,
     content_format: ContentFormat,
+    sglang_format: ContentFormat,
     knows_developer: bool,
     sought: Vec<Box<str>>,
+    mentions_tool_call_id: bool,
+    /// Whether a later system message is rendered; found out when first asked.
+    takes_later_system: OnceLock<bool>,
+    /// Has a tag that only Hugging Face's renderer knows.
+    has_generation_tag: bool,
 }
 
 /// Why a template could not be used.
@@ -37,6 +46,9 @@ pub enum TemplateError {
     /// The text is no valid template.
     #[error("the chat template does not compile: {0}")]
     Compile(String),
+    /// The variables cannot be used.
+    #[error("the template's variables: {0}")]
+    Variables(String),
     /// The template refused the conversation by `raise_exception`.
     #[error("the chat template refused the conversation: {0}")]
     Raised(String),
@@ -64,8 +76,12 @@ impl Template {
         Ok(Template {
             environment,
             content_format: content_format::detect(text),
+            sglang_format: content_format::detect_sglang(text),
             knows_developer: text.contains("'developer'") || text.contains("\"developer\""),
             sought: source::sought(text),
+            mentions_tool_call_id: text.contains("tool_call_id"),
+            takes_later_system: OnceLock::new(),
+            has_generation_tag: text.contains("endgeneration"),
         })
     }
 
@@ -85,6 +101,50 @@ impl Template {
     /// hang on beside its members.
     pub(super) fn sought(&self) -> &[Box<str>] {
         &self.sought
+    }
+
+    /// How SGLang finds that the template wants message content.
+    #[must_use]
+    pub fn sglang_format(&self) -> ContentFormat {
+        self.sglang_format
+    }
+
+    /// Whether the template looks at the ids of tool results.
+    #[must_use]
+    pub fn mentions_tool_call_id(&self) -> bool {
+        self.mentions_tool_call_id
+    }
+
+    /// Whether a system message may stand behind a user's: tried with a chat of four messages, as vLLM tries it, in a
+    /// plain Jinja that knows no `generation` tag.
+    #[must_use]
+    pub fn takes_later_system(&self) -> bool {
+        *self.takes_later_system.get_or_init(|| {
+            let turn = |role: &str| Value::from_object(dict_of([("role", role.into()), ("content", "t".into())]));
+            let messages: Vec<Value> = ["system", "user", "system", "user"].map(turn).into();
+            let variables = dict_of([("messages", messages.into()), ("add_generation_prompt", false.into())]);
+            let variables = Value::from_object(variables);
+            !self.has_generation_tag && self.render(variables).is_ok()
+        })
+    }
+
+    /// Renders for the variables of a JSON object, as Hugging Face's `apply_chat_template` would for them: what
+    /// `kvlane render --api template` prints. `kwargs` is a second object, whose members win.
+    ///
+    /// # Errors
+    /// As [`Template::render`]; or one of the texts is no JSON object that can be kept exactly.
+    pub fn render_json(&self, variables: &str, kwargs: &str) -> Result<String, TemplateError> {
+        let mut scope = dict_of([("documents", ().into()), ("add_generation_prompt", true.into())]);
+        for text in [variables, kwargs] {
+            let value = json::value(text).map_err(|error| TemplateError::Variables(error.to_string()))?;
+            let Some(dict) = value.downcast_object_ref::<PyDict>() else {
+                return Err(TemplateError::Variables("not an object".into()));
+            };
+            for (name, value) in dict.entries() {
+                scope.set(name.as_str().unwrap_or_default(), value.clone());
+            }
+        }
+        self.render(Value::from_object(scope))
     }
 
     /// Renders the text for the variables given.
@@ -281,7 +341,6 @@ fn to_json(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<Str
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::prompt::json;
 
     fn noon() -> SystemTime {
         SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_748_768_703)

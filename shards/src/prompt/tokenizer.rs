@@ -147,6 +147,12 @@ impl Tokenizer {
         before.or_else(after).or((max == text.len()).then_some(max))
     }
 
+    /// The id of an added token.
+    #[must_use]
+    pub fn added_token(&self, text: &str) -> Option<u32> {
+        self.inner.get_added_vocabulary().token_to_id(text)
+    }
+
     /// Length of the text's first piece: about `wanted` bytes where there is a cut near, else up to the next cut, else
     /// the whole text.
     fn piece(&self, text: &str, wanted: usize) -> usize {
@@ -155,6 +161,12 @@ impl Tokenizer {
         }
         let before = (1..=wanted).rev().find(|&at| self.is_cut(text, at));
         before.or_else(|| (wanted + 1..text.len()).find(|&at| self.is_cut(text, at))).unwrap_or(text.len())
+    }
+
+    /// The last place of a text at which its tokens cannot reach across, whatever follows the text; 0 if there is none.
+    #[must_use]
+    pub fn last_cut(&self, text: &str) -> usize {
+        (1..text.len()).rev().find(|&at| self.is_cut(text, at)).unwrap_or(0)
     }
 
     /// Whether the text may be cut before the byte.

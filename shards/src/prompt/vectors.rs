@@ -4,14 +4,12 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use minijinja::Value;
 use serde_json::value::RawValue;
 
 use super::template::{Template, TemplateError};
-use super::{Api, BodyView, Job, Keying, Model, ModelFiles, Step, chat, json, outside_data};
+use super::{Api, Job, Keying, Model, ModelFiles, Rendering, Step, outside_data};
 use crate::block::{Contract, HashAlgo, KeyStream, NoneHash, PromptExtras};
-use crate::prompt::pyvalue::PyDict;
-use crate::service::MissReason;
+use crate::service::{Engine, MissReason};
 
 #[derive(serde::Deserialize)]
 struct Vectors {
@@ -54,14 +52,9 @@ enum Outcome {
     Wrong(String),
 }
 
-fn variables(case: &Case, conversation: &HashMap<String, Box<RawValue>>) -> Value {
-    let mut dict = PyDict::default();
-    dict.set("documents", Value::from(()));
-    dict.set("add_generation_prompt", Value::from(true));
-    for (name, raw) in conversation.iter().chain(&case.kwargs) {
-        dict.set(name, json::value(raw.get()).unwrap());
-    }
-    Value::from_object(dict)
+/// Members as the text of a JSON object.
+fn object(members: &HashMap<String, Box<RawValue>>) -> String {
+    serde_json::to_string(members).unwrap()
 }
 
 fn outcome(case: &Case, rendered: Result<String, TemplateError>) -> Outcome {
@@ -107,7 +100,10 @@ fn templates_render_as_python_renders_them() {
     let mut by_template: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for case in &vectors.cases {
         let verdict = match &compiled[case.template_name.as_str()] {
-            Ok(template) => outcome(case, template.render(variables(case, &vectors.conversations[&case.conversation]))),
+            Ok(template) => {
+                let conversation = object(&vectors.conversations[&case.conversation]);
+                outcome(case, template.render_json(&conversation, &object(&case.kwargs)))
+            }
             Err(error) => Outcome::Refused(error.to_string()),
         };
         let (counter, kind, detail) = match verdict {
@@ -134,14 +130,8 @@ fn templates_render_as_python_renders_them() {
 
 /// Text and ids of a request, with a real model's files.
 fn ids_of(model: &Model, path: &str, body: &str) -> Result<Vec<u32>, MissReason> {
-    let view = BodyView::parse(body.as_bytes()).ok_or(MissReason::Tokenize)?;
-    let text = match Api::of("POST", path) {
-        Some(Api::ChatCompletions) => chat::render(&view, model.template(None, view.tools.is_some())?)?,
-        _ => json::leading_string(view.prompt.unwrap_or_default()).map_err(|_| MissReason::Tokenize)?.into_owned(),
-    };
-    let mut ids = Vec::new();
-    model.tokenizer().encode(&text, &mut Vec::new(), &mut ids).map_err(|_| MissReason::Tokenize)?;
-    Ok(ids)
+    let api = Api::of("POST", path).ok_or(MissReason::ModeOff)?;
+    Ok(super::preview(api, body.as_bytes(), model, Rendering::of(Engine::Vllm))?.ids)
 }
 
 #[test]
@@ -169,7 +159,7 @@ fn recorded_requests_have_the_ids_of_the_engine() {
         let text = body.to_string();
         let api = Api::of("POST", path).unwrap();
         let keying = Keying { contract: &contract, block_tokens: 16, lora: None };
-        let mut job = Job::new(api, text.as_bytes(), &model, None, keying).unwrap();
+        let mut job = Job::new(api, text.as_bytes(), &model, Rendering::of(Engine::Vllm), keying).unwrap();
         while job.step().unwrap() == Step::More {}
         assert_eq!(job.prompt_tokens(), ids.len() as u64, "{}", step["name"]);
         let cache_salt = body["cache_salt"].as_str().map(str::to_owned);
@@ -185,7 +175,7 @@ fn recorded_requests_have_the_ids_of_the_engine() {
                 assert_eq!(ids_of(&model, path, &text).unwrap(), ids, "{}", step["name"]);
                 texts += 1;
             }
-            (Api::ChatCompletions, _) => {
+            (_, _) => {
                 assert_eq!(ids_of(&model, path, &text).unwrap(), ids, "{}", step["name"]);
                 chats += 1;
             }

@@ -331,8 +331,8 @@ impl Attempt<'_> {
         if decision.tier == Tier::KvExact {
             let stats = service.endpoints[decision.endpoint.index()].shared.stats_of(shard);
             count(&stats.hits);
-            let tokens = u64::from(decision.hit_blocks) * u64::from(kv.block_tokens);
-            stats.hit_tokens.store(stats.hit_tokens.load(Ordering::Relaxed) + tokens, Ordering::Relaxed);
+            let tokens = stats.hit_tokens.load(Ordering::Relaxed) + decision.hit_tokens;
+            stats.hit_tokens.store(tokens, Ordering::Relaxed);
             if decision.spilled_from.is_some() {
                 count(&stats.spills);
             }

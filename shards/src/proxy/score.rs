@@ -2,6 +2,7 @@
 //! inventory as they come.
 
 use std::cell::RefCell;
+use std::num::NonZeroU32;
 
 use crate::executor::Ticket;
 use crate::ids::{BlockKey, EndpointIndex};
@@ -9,7 +10,7 @@ use crate::inventory::{Guard, Reader, Run, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{Api, BodyView, Job, Keying, ModelTable, PrefixCache, Step};
 use crate::route::Evidence;
-use crate::service::{KvExact, MissReason};
+use crate::service::{KvExact, MissReason, Service};
 
 use super::routes::{LocalService, RequestView};
 
@@ -95,9 +96,9 @@ pub async fn score(
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
     let others_hold = has_other_spaces(reader);
     let begun = if others_hold {
-        begin(api, kv, models, body, request, &mut PrefixCache::new(0))
+        begin(api, &local.service, kv, models, body, request, &mut PrefixCache::new(0))
     } else {
-        begin(api, kv, models, body, request, &mut prefixes.borrow_mut())
+        begin(api, &local.service, kv, models, body, request, &mut prefixes.borrow_mut())
     };
     let mut job = match begun {
         Ok(job) => job,
@@ -105,7 +106,7 @@ pub async fn score(
     };
     ticket.breathe().await;
     let others = if others_hold { other_walks(&mut job, reader) } else { Vec::new() };
-    let own = InSpace::new(SpaceIndex::OWN, kv.block_tokens);
+    let own = InSpace::new(SpaceIndex::OWN, None);
     let mut work = Work { job: Some(job), own, others, prefixes };
     loop {
         match work.slice(reader) {
@@ -118,6 +119,7 @@ pub async fn score(
 
 fn begin<'a>(
     api: Api,
+    service: &Service,
     kv: &KvExact,
     models: &ModelTable,
     body: &BodyView<'a>,
@@ -125,13 +127,16 @@ fn begin<'a>(
     prefixes: &mut PrefixCache,
 ) -> Result<Job<'a>, MissReason> {
     // The engine reads the body's model; the header only chooses the rule.
-    let model = body.model.as_deref().or_else(|| request.model()).ok_or(MissReason::ModelEmpty)?;
+    let named = body.model.as_deref().or_else(|| request.model());
+    // `/generate` names none: then it is the rule's.
+    let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
     let adapter = kv.adapters.get(model);
     let base = adapter.map_or(model, |adapter| &adapter.base);
     let model = models.lookup(base).ready()?;
     let lora = adapter.map(|adapter| &adapter.lora);
+    let rendering = kv.rendering(service.engine);
     let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
-    Job::of_view(api, body, model, kv.chat_template.as_ref(), keying, prefixes)
+    Job::of_view(api, body, model, rendering, keying, prefixes)
 }
 
 /// Whether some holder's keys are not the rule's.
@@ -146,7 +151,7 @@ fn other_walks(job: &mut Job<'_>, reader: &Reader) -> Vec<InSpace> {
     for (index, space) in guard.other_spaces() {
         // A contract that cannot key what the request says has no holder for it.
         if job.also(&space.contract, space.block_tokens).is_ok() {
-            walks.push(InSpace::new(index, space.block_tokens.get()));
+            walks.push(InSpace::new(index, Some(space.block_tokens)));
         }
     }
     walks
@@ -157,7 +162,8 @@ fn other_walks(job: &mut Job<'_>, reader: &Reader) -> Vec<InSpace> {
 struct InSpace {
     space: SpaceIndex,
     walk: Walk,
-    block_tokens: u32,
+    /// Tokens per block; none = the rule's.
+    block_tokens: Option<NonZeroU32>,
     /// Some holder may go further.
     open: bool,
     /// Keys shown, in spaces beside the service's own.
@@ -167,19 +173,16 @@ struct InSpace {
 }
 
 impl InSpace {
-    fn new(space: SpaceIndex, block_tokens: u32) -> Self {
+    fn new(space: SpaceIndex, block_tokens: Option<NonZeroU32>) -> Self {
         let walk = Walk::in_space(space);
         InSpace { space, walk, block_tokens, open: true, keys: Vec::new(), runs: Vec::new() }
     }
 
-    /// Adds its runs, counted in blocks of the rule's size; what is held is at least one.
-    fn add_runs(&mut self, guard: &Guard<'_>, rule_block_tokens: u32, runs: &mut Vec<Run>) {
-        self.runs.extend(self.walk.runs(guard));
-        let scaled = |blocks: u32| {
-            let tokens = u64::from(blocks) * u64::from(self.block_tokens);
-            u32::try_from(tokens / u64::from(rule_block_tokens)).unwrap_or(u32::MAX).max(1)
-        };
-        runs.extend(self.runs.iter().map(|run| Run { blocks: scaled(run.blocks), ..*run }));
+    /// Notes its runs, and adds them to those of all spaces.
+    fn add_runs(&mut self, guard: &Guard<'_>, runs: &mut Vec<Run>) {
+        let block_tokens = self.block_tokens;
+        self.runs.extend(self.walk.runs(guard).map(|run| Run { block_tokens, ..run }));
+        runs.extend_from_slice(&self.runs);
     }
 }
 
@@ -220,7 +223,7 @@ impl Work<'_> {
         }
         let mut runs: Vec<Run> = self.own.walk.runs(&guard).collect();
         for other in &mut self.others {
-            other.add_runs(&guard, self.own.block_tokens, &mut runs);
+            other.add_runs(&guard, &mut runs);
         }
         let keys = PromptKeys { own: job.keys().to_vec(), others: std::mem::take(&mut self.others) };
         Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs, keys }))

@@ -6,9 +6,10 @@
 //!
 //! Order of Tier 1.5 (single pool): overlap → spill relief → cold seed.
 //!
-//! * **Overlap.** The winner is the candidate with the longest contiguous run at any of its ranks; among equals the
-//!   least loaded; among those each in turn. One block is overlap, also in a prompt of exactly one block. The engine
-//!   recomputes at least the last token, so the *predicted* saving is at most ⌊(tokens − 1) / block size⌋ blocks.
+//! * **Overlap.** The winner is the candidate with the longest contiguous run at any of its ranks, in tokens: holders may
+//!   have blocks of other sizes than the rule says. Among equals it is the least loaded; among those each in turn. One
+//!   block is overlap, also in a prompt of exactly one block. The engine recomputes at least the last token, so the
+//!   *predicted* saving is at most ⌊(tokens − 1) / block size⌋ blocks of the holder.
 //! * **Spill relief.** `cap = max(1, ⌈factor × total / (100 × n)⌉)`, where `total` is the number of requests in flight
 //!   at the `n` candidates before this one and `factor` is in percent. A winner with `cap` requests or more gives way
 //!   to the least loaded candidate below the cap, the lowest index among equals. With nobody below, it stays.
@@ -21,6 +22,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::num::NonZeroU32;
 use std::sync::atomic::Ordering;
 
 use crate::ids::{EndpointIndex, Rank, ShardId};
@@ -60,8 +62,10 @@ pub struct Decision {
     pub rank: Option<Rank>,
     /// The tier.
     pub tier: Tier,
-    /// Blocks predicted to hit at the chosen endpoint, also where the request was diverted to it.
+    /// Blocks predicted to hit at the chosen endpoint, also where the request was diverted to it; of its own size.
     pub hit_blocks: u32,
+    /// The tokens in them.
+    pub hit_tokens: u64,
     /// Why Tier 1.5 did not decide.
     pub miss: Option<MissReason>,
     /// The winner that spill relief passed over.
@@ -97,8 +101,10 @@ pub struct Turn {
 struct Row {
     candidate: bool,
     load: u32,
-    /// Longest run at any of its ranks, uncapped.
-    run: u32,
+    /// Tokens of the longest run at any of its ranks, uncapped.
+    run: u64,
+    /// Tokens per block of that run.
+    block_tokens: u64,
     rank: Rank,
 }
 
@@ -114,7 +120,7 @@ impl Turn {
     }
 
     /// The least loaded candidate with a run of this length; equals take turns. None if there is no such candidate.
-    fn least_loaded(&mut self, run: u32) -> Option<usize> {
+    fn least_loaded(&mut self, run: u64) -> Option<usize> {
         let eligible = |(_, row): &(usize, &Row)| row.run == run;
         let load = self.candidates().filter(eligible).map(|(_, row)| row.load).min()?;
         let equals = |row: &Row| row.candidate && row.run == run && row.load == load;
@@ -173,6 +179,7 @@ pub fn decide(
         rank: None,
         tier: Tier::Select,
         hit_blocks: 0,
+        hit_tokens: 0,
         miss: Some(miss),
         spilled_from: None,
         seeded_from: None,
@@ -189,6 +196,7 @@ fn fill_rows(service: &Service, tried: &[EndpointIndex], chooser: &mut Chooser<'
         candidate: endpoint.backup == backups && usable(index),
         load: chooser.loads.seen_by(chooser.shard, endpoint.shared.slot),
         run: 0,
+        block_tokens: 1,
         rank: Rank(0),
     });
     chooser.turn.rows.clear();
@@ -200,22 +208,22 @@ fn overlap(kv: &KvExact, prompt_tokens: u64, runs: &[Run], turn: &mut Turn) -> R
     if prompt_tokens < u64::from(kv.min_match_tokens) {
         return Err(MissReason::Shallow);
     }
-    if prompt_tokens < u64::from(kv.block_tokens) {
-        return Err(MissReason::Hashes);
-    }
     let mut longest = 0;
     let mut held = false;
     for run in runs.iter().filter(|run| run.blocks > 0) {
         held = true;
         // An endpoint that the tables do not know yet, or no longer, is nobody's candidate.
         let Some(row) = turn.rows.get_mut(run.endpoint.index()).filter(|row| row.candidate) else { continue };
-        if run.blocks > row.run {
-            (row.run, row.rank) = (run.blocks, run.rank);
-            longest = longest.max(run.blocks);
+        let block_tokens = u64::from(run.block_tokens.map_or(kv.block_tokens, NonZeroU32::get));
+        let tokens = u64::from(run.blocks) * block_tokens;
+        if tokens > row.run {
+            (row.run, row.block_tokens, row.rank) = (tokens, block_tokens, run.rank);
+            longest = longest.max(tokens);
         }
     }
     match longest {
         0 if held => Err(MissReason::Excluded),
+        0 if prompt_tokens < u64::from(kv.block_tokens) => Err(MissReason::Hashes),
         0 => Err(MissReason::NoWorker),
         _ => turn.least_loaded(longest).ok_or(MissReason::NoWorker),
     }
@@ -227,13 +235,15 @@ fn exact(service: &Service, kv: &KvExact, prompt_tokens: u64, winner: usize, tur
     let seeded = seed(service, kv, winner, turn);
     let chosen = seeded.or(spilled).unwrap_or(winner);
     let row = &turn.rows[chosen];
-    let usable = prompt_tokens.saturating_sub(1) / u64::from(kv.block_tokens.max(1));
+    let usable = prompt_tokens.saturating_sub(1) / row.block_tokens;
+    let hit_blocks = usable.min(row.run / row.block_tokens);
     let passed_over = |diverted: Option<usize>| diverted.map(|_| EndpointIndex(winner as u16));
     Decision {
         endpoint: EndpointIndex(chosen as u16),
         rank: (chosen == winner).then_some(row.rank),
         tier: Tier::KvExact,
-        hit_blocks: u32::try_from(usable).unwrap_or(u32::MAX).min(row.run),
+        hit_blocks: u32::try_from(hit_blocks).unwrap_or(u32::MAX),
+        hit_tokens: hit_blocks * row.block_tokens,
         miss: None,
         spilled_from: passed_over(spilled),
         seeded_from: passed_over(seeded),

@@ -31,6 +31,8 @@ impl Fleet {
             algo_given: true,
             adapters: HashMap::new(),
             chat_template: None,
+            chat_template_kwargs: None,
+            add_bos: None,
             min_match_tokens: 16,
             spill_relief: false,
             mean_load_factor: 175,
@@ -108,7 +110,7 @@ impl Fleet {
 }
 
 fn run(endpoint: u16, rank: u8, blocks: u32) -> Run {
-    Run { endpoint: EndpointIndex(endpoint), rank: Rank(rank), blocks }
+    Run { endpoint: EndpointIndex(endpoint), rank: Rank(rank), blocks, block_tokens: None }
 }
 
 /// A hit without diversion at rank 0.
@@ -118,6 +120,7 @@ fn hit(endpoint: u16, hit_blocks: u32) -> Decision {
         rank: Some(Rank(0)),
         tier: Tier::KvExact,
         hit_blocks,
+        hit_tokens: u64::from(hit_blocks) * 16,
         miss: None,
         spilled_from: None,
         seeded_from: None,
@@ -156,11 +159,32 @@ fn the_last_token_is_always_computed_so_the_predicted_saving_is_capped() {
 }
 
 #[test]
+fn holders_with_blocks_of_other_sizes_are_compared_and_predicted_in_tokens() {
+    let of = |endpoint, blocks, size| Run { block_tokens: NonZeroU32::new(size), ..run(endpoint, 0, blocks) };
+    let check = |tokens, runs: &[Run], endpoint, blocks, size| {
+        let decision = Fleet::new(3).decide(Evidence::Scored { prompt_tokens: tokens, runs }, &[]).unwrap();
+        let expected = Decision { hit_tokens: u64::from(blocks) * size, ..hit(endpoint, blocks) };
+        assert_eq!(decision, expected, "{tokens} tokens, {runs:?}");
+    };
+    // 5 × 16 = 80 tokens are less than 2 × 64, and more than 9 × 8.
+    check(LONG, &[run(0, 0, 5), of(1, 2, 64)], 1, 2, 64);
+    check(LONG, &[run(0, 0, 5), of(1, 9, 8)], 0, 5, 16);
+    // Of 129 tokens 128 may be saved, of 128 one block less.
+    check(129, &[of(2, 2, 64)], 2, 2, 64);
+    check(128, &[of(2, 2, 64)], 2, 1, 64);
+    // Less than one block of the rule is a whole block of an engine with smaller ones.
+    let mut fleet = Fleet::new(2).kv(|kv| kv.block_tokens = 128);
+    let decision = fleet.decide(Evidence::Scored { prompt_tokens: 40, runs: &[of(1, 2, 16)] }, &[]).unwrap();
+    assert_eq!(decision, Decision { hit_tokens: 32, ..hit(1, 2) });
+    assert_eq!(fleet.scored(40, &[]).miss, Some(MissReason::Hashes));
+}
+
+#[test]
 fn every_reason_of_a_miss() {
     let check = |fleet: &mut Fleet, tokens, runs: &[(u16, u32)], expected| {
         let decision = fleet.scored(tokens, runs);
         assert_eq!((decision.tier, decision.miss), (Tier::Select, Some(expected)), "{tokens} tokens, runs {runs:?}");
-        assert_eq!((decision.hit_blocks, decision.rank), (0, None));
+        assert_eq!((decision.hit_blocks, decision.hit_tokens, decision.rank), (0, 0, None));
     };
     let mut fleet = Fleet::new(4);
     check(&mut fleet, 15, &[], MissReason::Shallow);
@@ -410,6 +434,7 @@ proptest! {
             prop_assert_eq!(decision.miss.is_some(), decision.tier == Tier::Select);
             if decision.tier == Tier::KvExact {
                 prop_assert_eq!(decision.hit_blocks, best(decision.endpoint.index()).min(usable_blocks));
+                prop_assert_eq!(decision.hit_tokens, u64::from(decision.hit_blocks) * 16);
                 let winner = decision.seeded_from.or(decision.spilled_from).unwrap_or(decision.endpoint);
                 let longest = candidates.iter().map(|&index| best(index)).max();
                 prop_assert_eq!(Some(best(winner.index())), longest);

@@ -22,7 +22,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crossbeam::channel::{Receiver, SendTimeoutError, Sender, bounded};
 
@@ -37,7 +37,7 @@ use super::state::{Continuity, Op, State, Tally};
 const BATCHES_MAX: usize = 16;
 const SERVER_INFO: Question =
     Question { method: "GET", path: "/server_info", deadline: Duration::from_secs(5), bytes_max: 1 << 20 };
-const EVENTS: Question =
+pub(super) const EVENTS: Question =
     Question { method: "POST", path: "/kv_cache_events", deadline: Duration::from_secs(30), bytes_max: 64 << 20 };
 const UNREACHABLE_RETRY: Duration = Duration::from_secs(5);
 const REFUSED_RETRY: Duration = Duration::from_secs(60);
@@ -135,6 +135,10 @@ pub(crate) struct Report {
     pub(crate) errors: u64,
     /// Losses that a second consumer explains.
     pub(crate) ownership_faults: u64,
+    /// When the last list of events came, Unix milliseconds; 0 = never.
+    pub(crate) polled_ms: u64,
+    /// When the last event came, Unix milliseconds; 0 = never.
+    pub(crate) event_ms: u64,
 }
 
 /// What happened in an engine, for the ingest thread.
@@ -170,28 +174,24 @@ impl Drain {
     /// Where no thread can be had.
     pub(crate) fn start(from: &DrainFrom, label: &str, block_tokens: u32, waker: Waker) -> std::io::Result<Self> {
         let (batches, receiver) = bounded(BATCHES_MAX);
-        let (report, stop) = (Arc::<Mutex<Report>>::default(), Arc::<AtomicBool>::default());
-        let runner = Runner {
-            client: Client::new(from.address, from.bearer.as_ref().map(|bearer| bearer.0.as_str())),
-            from: from.clone(),
-            label: label.to_owned(),
-            block_tokens,
-            state: State::new(block_tokens, KEYS_MAX),
-            ownership: Ownership::new(RandomState::new().hash_one(from.address)),
-            started: Instant::now(),
-            batches,
-            waker,
-            report: Arc::clone(&report),
-            stop: Arc::clone(&stop),
-            eligible: false,
-        };
+        let runner = Runner::new(from, label, block_tokens, KEYS_MAX, (batches, waker));
+        let (report, stop) = (Arc::clone(&runner.report), Arc::clone(&runner.stop));
         let builder = std::thread::Builder::new().name("drain".to_owned()).stack_size(STACK_BYTES);
         let thread = builder.spawn(move || runner.run())?.thread().clone();
         Ok(Drain { batches: receiver, report, stop, thread })
     }
+
+    /// A drain without a thread: its runner is told what engines answer.
+    #[cfg(test)]
+    pub(crate) fn idle(from: &DrainFrom, block_tokens: u32, keys_max: usize, waker: Waker) -> (Self, Runner) {
+        let (batches, receiver) = bounded(BATCHES_MAX);
+        let runner = Runner::new(from, "", block_tokens, keys_max, (batches, waker));
+        let (report, stop) = (Arc::clone(&runner.report), Arc::clone(&runner.stop));
+        (Drain { batches: receiver, report, stop, thread: std::thread::current() }, runner)
+    }
 }
 
-struct Runner {
+pub(crate) struct Runner {
     client: Client,
     from: DrainFrom,
     label: String,
@@ -208,9 +208,33 @@ struct Runner {
 }
 
 /// The thread is to end.
-struct Stop;
+#[derive(Debug)]
+pub(crate) struct Stop;
 
 impl Runner {
+    fn new(
+        from: &DrainFrom,
+        label: &str,
+        block_tokens: u32,
+        keys_max: usize,
+        (batches, waker): (Sender<Batch>, Waker),
+    ) -> Self {
+        Runner {
+            client: Client::new(from.address, from.bearer.as_ref().map(|bearer| bearer.0.as_str())),
+            from: from.clone(),
+            label: label.to_owned(),
+            block_tokens,
+            state: State::new(block_tokens, keys_max),
+            ownership: Ownership::new(RandomState::new().hash_one(from.address)),
+            started: Instant::now(),
+            batches,
+            waker,
+            report: Arc::default(),
+            stop: Arc::default(),
+            eligible: false,
+        }
+    }
+
     fn run(mut self) {
         // Told to stop, or gone for good: either way nothing is left to do.
         let _ = self.serve();
@@ -256,10 +280,7 @@ impl Runner {
                 Err(Failure::Stopped) => return Err(Stop),
                 Err(failure) => {
                     let connected = !matches!(failure, Failure::Connect(_));
-                    self.note(|report| report.answers_lost += u64::from(connected));
-                    self.ownership.answer_lost();
-                    let why = format!("POST /kv_cache_events: {failure}");
-                    self.enter(Phase::Unreachable, &why)?;
+                    self.lost(connected, &format!("POST /kv_cache_events: {failure}"))?;
                     self.pause(if connected { ERROR_RETRY } else { UNREACHABLE_RETRY })?;
                     return Ok(Phase::Unreachable);
                 }
@@ -281,17 +302,30 @@ impl Runner {
                 }
             }
             let busy = !drained.events.is_empty();
-            match self.take(&drained)? {
-                Owner::We => self.enter(Phase::Draining, "")?,
-                Owner::Contested => self.enter(Phase::Contested, CONTESTED)?,
-                Owner::Other => {
-                    self.enter(Phase::SecondDrainer, SECOND)?;
-                    return Ok(Phase::SecondDrainer);
-                }
+            if self.answered(&drained)? == Phase::SecondDrainer {
+                return Ok(Phase::SecondDrainer);
             }
             wait = if busy { self.from.poll_min } else { (wait * 3 / 2).min(self.from.poll_max) };
             self.pause(wait)?;
         }
+    }
+
+    /// There is no answer; where we were connected, events may have gone with it.
+    pub(crate) fn lost(&mut self, connected: bool, why: &str) -> Result<(), Stop> {
+        self.note(|report| report.answers_lost += u64::from(connected));
+        self.ownership.answer_lost();
+        self.enter(Phase::Unreachable, why)
+    }
+
+    /// Takes an answer, and says where the drain stands after it.
+    pub(crate) fn answered(&mut self, drained: &Drained) -> Result<Phase, Stop> {
+        let (phase, detail) = match self.take(drained)? {
+            Owner::We => (Phase::Draining, ""),
+            Owner::Contested => (Phase::Contested, CONTESTED),
+            Owner::Other => (Phase::SecondDrainer, SECOND),
+        };
+        self.enter(phase, detail)?;
+        Ok(phase)
     }
 
     /// Applies an answer and hands over what follows from it.
@@ -306,8 +340,13 @@ impl Runner {
         drained.rejects.iter().for_each(|why| self.state.reject(*why));
         let owner = self.ownership.answered(self.started.elapsed(), drained.events.len(), gap);
         let tally = *self.state.tally();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         self.note(|report| {
             report.answers += 1;
+            report.polled_ms = now;
+            if !drained.events.is_empty() {
+                report.event_ms = now;
+            }
             report.ownership_faults += u64::from(gap && owner != Owner::We);
             report.tally = tally;
         });

@@ -9,6 +9,7 @@
 mod admission;
 mod drain;
 mod http;
+mod inspect;
 mod json;
 mod ownership;
 mod source;
@@ -16,6 +17,12 @@ mod state;
 mod tree;
 
 pub use drain::{Bearer, DrainFrom, Phase};
+pub(crate) use inspect::{drain_once, drained};
 pub use json::check_any_json;
-pub use source::DrainStatus;
 pub(crate) use source::{DrainSource, DrainStats};
+pub use source::{DrainStatus, SecondDrainer};
+#[cfg(test)]
+pub(super) use {
+    drain::{Drain, Runner},
+    json::Drained,
+};

@@ -37,6 +37,10 @@ pub struct DrainStatus {
     pub errors: u64,
     /// Losses that only a second consumer explains.
     pub ownership_faults: u64,
+    /// When the last list of events came, Unix milliseconds.
+    pub last_poll_ms: Option<u64>,
+    /// When the last event came, Unix milliseconds.
+    pub last_event_ms: Option<u64>,
     /// Events understood.
     pub events: u64,
     /// Plain full blocks announced.
@@ -75,7 +79,46 @@ pub struct DrainStatus {
     pub rejects: [(Reject, u64); Reject::ALL.len()],
 }
 
+/// What is known of another consumer of an engine's events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SecondDrainer {
+    /// Nothing speaks for one.
+    None = 0,
+    /// Events are missing that only another consumer can have taken; the drain goes on for now.
+    Suspected = 1,
+    /// They went on missing: this gateway stopped to ask.
+    Detected = 2,
+}
+
+impl SecondDrainer {
+    /// The word in the API.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            SecondDrainer::None => "none",
+            SecondDrainer::Suspected => "suspected",
+            SecondDrainer::Detected => "detected",
+        }
+    }
+}
+
 impl DrainStatus {
+    /// What is known of another consumer.
+    #[must_use]
+    pub fn second_drainer(&self) -> SecondDrainer {
+        match self.phase {
+            Phase::Contested => SecondDrainer::Suspected,
+            Phase::SecondDrainer => SecondDrainer::Detected,
+            Phase::Admitting | Phase::Unreachable | Phase::Refused | Phase::Draining => SecondDrainer::None,
+        }
+    }
+
+    /// Whether the engine's blocks count for routing; else it is chosen by `sel`.
+    #[must_use]
+    pub fn is_routed_by_cache(&self) -> bool {
+        matches!(self.phase, Phase::Draining | Phase::Contested)
+    }
+
     pub(crate) fn new(name: &StreamName, stats: &DrainStats) -> Self {
         // A report that was being written when its writer panicked is still one.
         let report = stats.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -88,6 +131,8 @@ impl DrainStatus {
             answers_lost: report.answers_lost,
             errors: report.errors,
             ownership_faults: report.ownership_faults,
+            last_poll_ms: Some(report.polled_ms).filter(|ms| *ms > 0),
+            last_event_ms: Some(report.event_ms).filter(|ms| *ms > 0),
             events: tally.events,
             blocks_stored: tally.stored,
             blocks_removed: tally.removed,
@@ -129,8 +174,13 @@ impl DrainSource {
     /// Where no thread can be had.
     pub(crate) fn open(name: StreamName, from: DrainFrom, block_tokens: u32, waker: Waker) -> std::io::Result<Self> {
         let drain = Drain::start(&from, &name.label, block_tokens, waker)?;
+        Ok(Self::new(name, from, drain))
+    }
+
+    /// What a drain brings.
+    pub(crate) fn new(name: StreamName, from: DrainFrom, drain: Drain) -> Self {
         let endpoint = name.endpoint;
-        Ok(DrainSource { name, from, drain, endpoint, holders: Vec::new(), eligible: false, distinct: 0 })
+        DrainSource { name, from, drain, endpoint, holders: Vec::new(), eligible: false, distinct: 0 }
     }
 
     /// What the control thread reads.

@@ -17,8 +17,8 @@ use crate::config::Config;
 use crate::cores::Plan;
 use crate::discovery::ServiceFacts;
 use crate::ingest::{
-    Bearer, Believed, DrainFrom, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources,
-    StreamStatus,
+    Bearer, Believed, DrainFrom, DrainStatus, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay,
+    ServiceSources, StreamStatus,
 };
 use crate::rules::{EventPlace, EventSource, contract};
 use crate::supervise::Entry;
@@ -64,6 +64,11 @@ impl IngestPart {
         self.0.status()
     }
 
+    /// State of every drain.
+    pub(crate) fn drains(&self) -> Vec<DrainStatus> {
+        self.0.drains()
+    }
+
     /// State of every event stream, for the API.
     #[must_use]
     pub fn report(&self) -> Vec<Value> {
@@ -100,6 +105,7 @@ impl IngestPart {
             families.counter(name, help, streams.iter().map(|stream| (labels(stream), read(stream))))?;
         }
         encode_parity(families, &streams)?;
+        encode_drains(families, &self.0.drains())?;
         let rejects = streams.iter().flat_map(|stream| {
             stream.rejects.iter().map(move |(why, count)| {
                 let mut labels = labels(stream);
@@ -136,6 +142,49 @@ fn encode_parity(families: &mut Families<'_>, streams: &[StreamStatus]) -> std::
     families.counter("kvlane_parity_orphans", "Blocks whose beginning was never announced to us", orphans)
 }
 
+/// The drains of TensorRT-LLM engines.
+fn encode_drains(families: &mut Families<'_>, drains: &[DrainStatus]) -> std::fmt::Result {
+    type Read = fn(&DrainStatus) -> u64;
+    let labels = |drain: &DrainStatus| -> Labels {
+        vec![
+            ("service", drain.name.service.0.to_string()),
+            ("ep_idx", drain.name.endpoint.0.to_string()),
+            ("ep", drain.name.label.clone()),
+        ]
+    };
+    let phases = drains.iter().map(|drain| {
+        let mut labels = labels(drain);
+        labels.push(("phase", drain.phase.name().to_owned()));
+        (labels, 1)
+    });
+    families.gauge("kvlane_drain_phase", "Where the drain of the engine's events stands", phases)?;
+    let gauges: [(&str, &str, Read); 2] = [
+        (
+            "kvlane_drain_second_drainer",
+            "Whether another consumer takes the engine's events (1: suspected, 2: detected)",
+            |d| d.second_drainer() as u64,
+        ),
+        ("kvlane_drain_last_poll_timestamp_seconds", "When the engine last answered the drain", |d| {
+            d.last_poll_ms.unwrap_or(0) / 1000
+        }),
+    ];
+    for (name, help, read) in gauges {
+        families.gauge(name, help, drains.iter().map(|drain| (labels(drain), read(drain))))?;
+    }
+    let counters: [(&str, &str, Read); 6] = [
+        ("kvlane_drain_answers", "Answers with a list of events", |d| d.answers),
+        ("kvlane_drain_answers_lost", "Answers that never arrived whole", |d| d.answers_lost),
+        ("kvlane_drain_errors", "Answers of another kind", |d| d.errors),
+        ("kvlane_drain_events", "Events understood", |d| d.events),
+        ("kvlane_drain_lost", "Events lost, as their numbers say", |d| d.lost),
+        ("kvlane_drain_ownership_faults", "Losses that only a second consumer explains", |d| d.ownership_faults),
+    ];
+    for (name, help, read) in counters {
+        families.counter(name, help, drains.iter().map(|drain| (labels(drain), read(drain))))?;
+    }
+    Ok(())
+}
+
 fn report(result: Result<(), crate::ingest::Error>) {
     if let Err(error) = result {
         error!(%error, "ingest");
@@ -143,7 +192,7 @@ fn report(result: Result<(), crate::ingest::Error>) {
 }
 
 /// The event sources of a rule's endpoints; those whose name has no address have none for now.
-fn sources(entry: &Entry) -> ServiceSources {
+pub(in crate::supervise) fn sources(entry: &Entry) -> ServiceSources {
     let ranks = entry.rule.kv.as_ref().map_or(0, |kv| kv.ranks);
     let endpoints = entry.places.iter().filter_map(|place| {
         let endpoint = &entry.rule.endpoints[place.in_rule?];

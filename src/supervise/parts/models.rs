@@ -1,5 +1,6 @@
 //! Tokenizers and chat templates as the supervisor handles them.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
@@ -14,7 +15,7 @@ use super::PartError;
 
 /// The way to the tokenizer loader.
 #[derive(Clone, Debug)]
-pub struct ModelsPart(Arc<Loader>);
+pub struct ModelsPart(Arc<Loader>, Arc<Path>);
 
 impl ModelsPart {
     /// Starts the loader; what is returned beside it hears of every change of its table.
@@ -29,7 +30,7 @@ impl ModelsPart {
         };
         models::spawn(config.tokenizers_dir.clone(), Arc::clone(&loader), || (), on_change)
             .map_err(PartError::ModelsStart)?;
-        Ok((ModelsPart(loader), changes))
+        Ok((ModelsPart(loader, Arc::from(config.tokenizers_dir.as_path())), changes))
     }
 
     /// The models as of the last change.
@@ -43,6 +44,16 @@ impl ModelsPart {
         let named = routed.clone().map(|entry| entry.rule.key.model.clone()).filter(|model| !model.is_empty());
         let served = routed.flat_map(|entry| entry.facts.models.iter().cloned());
         self.0.set_wanted(named.chain(served));
+    }
+
+    /// The tokenizer directory.
+    pub(crate) fn directory(&self) -> &Path {
+        &self.1
+    }
+
+    /// State of every model.
+    pub(crate) fn status(&self) -> Vec<ModelStatus> {
+        self.0.status()
     }
 
     /// State of every model, for the API.
@@ -59,11 +70,12 @@ impl ModelsPart {
 fn show(model: &ModelStatus) -> Value {
     let mut value = json!({"model": model.slug, "path": model.path, "named_by_rule": model.named_by_rule});
     match &model.state {
-        ModelState::Ready { template, template_assumed, template_problem } => {
+        ModelState::Ready { template, template_assumed, template_problem, digest } => {
             value["state"] = json!("ready");
             value["template"] = json!(template);
             value["template_assumed"] = json!(template_assumed);
             value["template_problem"] = json!(template_problem);
+            value["digest"] = json!(**digest);
         }
         ModelState::Staged => value["state"] = json!("staged"),
         ModelState::Failed { reason } => {

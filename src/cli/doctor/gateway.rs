@@ -1,0 +1,138 @@
+//! What a running gateway knows of its engines: verdicts, alarms, and the drains of TensorRT-LLM.
+
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::report::Report;
+use crate::discovery::Call;
+
+/// Longest wait for one answer.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Largest answer, bytes: that of several thousand streams.
+const ANSWER_BYTES_MAX: usize = 16 << 20;
+
+/// A gateway's management API.
+pub(super) struct Gateway {
+    /// As it was given.
+    pub(super) url: String,
+    host: String,
+}
+
+impl Gateway {
+    /// A gateway by its address, with or without `http://`.
+    pub(super) fn at(url: &str) -> Result<Self, String> {
+        let host = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/');
+        if host.is_empty() || host.contains('/') || !host.contains(':') {
+            return Err(format!("{url}: expected something like http://127.0.0.1:11111"));
+        }
+        Ok(Gateway { url: url.to_owned(), host: host.to_owned() })
+    }
+
+    /// Asks for a path below the API's base.
+    pub(super) async fn get(&self, path: &str) -> Result<Value, String> {
+        let path = format!("/netlox/v1{path}");
+        let failed = |why: String| format!("{}{path}: {why}", self.host);
+        let mut found = tokio::net::lookup_host(&self.host).await.map_err(|error| failed(error.to_string()))?;
+        let address = found.next().ok_or_else(|| failed("the name has no address".to_owned()))?;
+        let call = Call {
+            address,
+            path: &path,
+            authorization: None,
+            body: None,
+            answer_bytes_max: ANSWER_BYTES_MAX,
+            timeout: TIMEOUT,
+        };
+        let reply = call.ask().await.map_err(|error| failed(error.to_string()))?;
+        match reply.status {
+            200 => serde_json::from_slice(&reply.body).map_err(|error| failed(error.to_string())),
+            status => Err(failed(format!("status {status}: {}", String::from_utf8_lossy(&reply.body)))),
+        }
+    }
+}
+
+/// Asks the gateway for what it knows, and reports.
+pub(super) async fn check(gateway: &Gateway, report: &mut Report) {
+    let subject = format!("gateway {}", gateway.url);
+    let parity = match gateway.get("/config/ai/kv/parity").await {
+        Ok(parity) => parity,
+        Err(why) => {
+            let fix = "give the address of [admin] listen; it answers only where it listens";
+            return report.wrong(&subject, "reach", why, fix);
+        }
+    };
+    report.right(&subject, "reach", "its management API answers");
+    for endpoint in list(&parity, "endpoints") {
+        report_endpoint(endpoint, report);
+    }
+    for rank in list(&parity, "parity") {
+        report_rank(rank, report);
+    }
+    for drain in list(&parity, "drains") {
+        report_drain(drain, report);
+    }
+}
+
+fn list<'a>(value: &'a Value, name: &str) -> &'a [Value] {
+    value[name].as_array().map_or(&[], Vec::as_slice)
+}
+
+fn text<'a>(value: &'a Value, name: &str) -> &'a str {
+    value[name].as_str().unwrap_or_default()
+}
+
+/// An endpoint as the gateway numbers it.
+fn subject(value: &Value) -> String {
+    let name = text(value, "name");
+    let rule = if name.is_empty() { format!("rule {}", value["service_id"]) } else { name.to_owned() };
+    format!("gateway: {rule} → {}", text(value, "endpoint"))
+}
+
+fn report_endpoint(endpoint: &Value, report: &mut Report) {
+    let subject = subject(endpoint);
+    if endpoint["up"] == false {
+        report.wrong(&subject, "up", "it is taken out: it does not answer", "start the engine");
+    }
+    for fault in list(endpoint, "details") {
+        let (leg, detail) = (text(fault, "leg"), text(fault, "detail"));
+        report.wrong(&subject, "endpoint", leg, detail);
+    }
+    if list(endpoint, "faults").is_empty() && endpoint["up"] != false {
+        report.right(&subject, "endpoint", format!("{} {}", text(endpoint, "engine"), text(endpoint, "version")));
+    }
+}
+
+fn report_rank(rank: &Value, report: &mut Report) {
+    let subject = format!("{} rank {}", subject(rank), rank["rank"]);
+    let faults: Vec<&str> = list(rank, "faults").iter().filter_map(Value::as_str).collect();
+    let says = match faults.is_empty() {
+        true => text(rank, "verdict").to_owned(),
+        false => format!("{}: {}", text(rank, "verdict"), faults.join(", ")),
+    };
+    match (text(rank, "verdict"), faults.is_empty()) {
+        ("believed", _) => report.unknown(&subject, "keys", says, "no first block of a prompt was seen yet"),
+        ("exact", true) => report.right(&subject, "keys", format!("{says}: {}", text(rank, "detail"))),
+        _ => report.wrong(&subject, "keys", says, text(rank, "detail")),
+    }
+    if rank["degraded"] == true {
+        let note = "what was missed while the gateway was away is taken back as the engine's usage denies it";
+        report.unknown(&subject, "history", "degraded", note);
+    }
+    if rank["complete"] == false {
+        let says = format!("{} blocks began before the gateway listened", rank["orphans"]);
+        report.unknown(&subject, "history", says, "they are not routed by; a replay socket would tell them");
+    }
+}
+
+fn report_drain(drain: &Value, report: &mut Report) {
+    let subject = subject(drain);
+    let phase = text(drain, "phase");
+    let says = format!("{phase}, routed by {}", text(drain, "routed_by"));
+    match phase {
+        "draining" => {
+            report.right(&subject, "drain", format!("{says}, {} events, {} lost", drain["events"], drain["lost"]))
+        }
+        "admitting" => report.unknown(&subject, "drain", says, "the engine is being asked what it is"),
+        _ => report.wrong(&subject, "drain", says, text(drain, "detail")),
+    }
+}
