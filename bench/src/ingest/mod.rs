@@ -125,3 +125,31 @@ fn table(text: &mut String, args: &Args, rows: &[Row]) -> std::fmt::Result {
     );
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_run_holds_all_it_announces_and_prints_every_row() {
+        let args = Args {
+            pairs: 20_000,
+            holders: 5,
+            batch_tokens: 3_200,
+            streams: streams::Args {
+                endpoints: 0,
+                ranks: 1,
+                window_seconds: 1,
+                messages_per_second: 1,
+                ingest_core: 0,
+                other_core: 0,
+                replay: false,
+            },
+            seed: 7,
+        };
+        let text = run(&args).expect("what is announced is held");
+        let rows = |mode: &str| text.lines().filter(|line| line.starts_with(mode)).count();
+        assert_eq!((rows("exact"), rows("derived")), (2, 2), "{text}");
+        assert!(text.contains("one batch of 3200 tokens: 200 blocks"), "{text}");
+    }
+}

@@ -116,8 +116,9 @@ pub fn measure(args: &Args, seed: u64) -> anyhow::Result<Report> {
         Order { messages: args.window_seconds * args.messages_per_second, per_second: args.messages_per_second };
     let mut outcome = Ok(());
     let busy = over(window, || outcome = publishers.publish(order, seed, &readers.reader(), &mut delay))?;
-    outcome?;
     let status = ingest.status();
+    let lost: Vec<_> = status.iter().filter(|stream| !stream.connected || stream.reconnects > 0).collect();
+    outcome.map_err(|error: anyhow::Error| error.context(format!("{} streams lost their connection", lost.len())))?;
     Ok(Report {
         streams,
         connect,
@@ -162,18 +163,21 @@ fn sources(args: &Args, ports: &[u16]) -> ServiceSources {
 
 /// CPU of the ingest thread and of the library's threads while something runs that takes about `expected`.
 fn over(expected: Duration, run: impl FnOnce()) -> anyhow::Result<Cpu> {
-    let used = |time: &cpu::CpuTime, prefix: &str| -> u64 {
-        time.threads.iter().filter(|(name, _)| name.starts_with(prefix)).map(|(_, ns)| ns).sum()
-    };
-    let (before, start) = (cpu::time_of(std::process::id())?, Instant::now());
+    let (before, start) = (used()?, Instant::now());
     run();
-    let (after, wall) = (cpu::time_of(std::process::id())?, start.elapsed());
+    let (after, wall) = (used()?, start.elapsed());
     anyhow::ensure!(wall >= expected / 2, "a window was cut short");
-    let share = |prefix: &str| {
-        let ns = used(&after, prefix).saturating_sub(used(&before, prefix));
-        100.0 * ns as f64 / wall.as_nanos() as f64
-    };
-    Ok(Cpu { ingest: share("ingest-"), zmq: share("ZMQ") })
+    let share = |place: usize| 100.0 * after[place].saturating_sub(before[place]) as f64 / wall.as_nanos() as f64;
+    Ok(Cpu { ingest: share(0), zmq: share(1) })
+}
+
+/// Nanoseconds that the ingest thread and the library's threads have used. These bear the name of the thread that made
+/// them, which is older and so listed first.
+fn used() -> std::io::Result<[u64; 2]> {
+    let time = cpu::time_of(std::process::id())?;
+    let mut named = time.threads.iter().filter(|(name, _)| name == "ingest-0").map(|(_, ns)| *ns);
+    let ingest = named.next().unwrap_or(0);
+    Ok([ingest, named.sum()])
 }
 
 /// The child process.
