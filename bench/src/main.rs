@@ -1,8 +1,10 @@
 //! Micro-benchmarks and side-by-side comparisons of kvlane. Every run prints its seed and setup with its figures.
 
+mod clock;
 mod e2e;
 mod files;
 mod hash;
+mod ingest;
 mod lookup;
 mod memory;
 mod prompt;
@@ -26,6 +28,8 @@ enum Command {
     E2e(e2e::E2eArgs),
     /// Nanoseconds per block key.
     Hash(hash::Args),
+    /// Cache events: blocks per second, bytes per held block, idle CPU and delay with thousands of streams.
+    Ingest(ingest::Args),
     /// Inventory look-up and route decision, adds and bytes per pair, beside the same store in evmap.
     Lookup(lookup::Args),
     /// From a request body to block keys, part by part, through the prefix cache.
@@ -34,6 +38,9 @@ enum Command {
     Soak(soak::Args),
     /// How long a shard stands still beside long prompts, from inside and from outside.
     Stall(stall::Args),
+    /// Engines' event sockets, as a child of a benchmark.
+    #[command(hide = true)]
+    IngestPublishers(ingest::publishers::Args),
     /// The gateway, as a child of a benchmark.
     #[command(hide = true)]
     Gateway {
@@ -47,6 +54,8 @@ fn main() -> anyhow::Result<ExitCode> {
     match Cli::parse().command {
         Command::E2e(args) => return e2e::main(&args),
         Command::Hash(args) => print!("{}", hash::run(&args)),
+        Command::Ingest(args) => print!("{}", ingest::run(&args)?),
+        Command::IngestPublishers(args) => ingest::publishers::run(&args)?,
         Command::Lookup(args) => print!("{}", lookup::run(&args)?),
         Command::Prompt(args) => print!("{}", prompt::run(&args)?),
         Command::Soak(args) => return soak::main(&args),
