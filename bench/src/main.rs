@@ -1,10 +1,15 @@
 //! Micro-benchmarks and side-by-side comparisons of kvlane. Every run prints its seed and setup with its figures.
 
+mod clock;
 mod e2e;
+mod files;
 mod hash;
+mod ingest;
 mod lookup;
 mod memory;
 mod prompt;
+mod soak;
+mod stall;
 
 use std::process::ExitCode;
 
@@ -23,10 +28,19 @@ enum Command {
     E2e(e2e::E2eArgs),
     /// Nanoseconds per block key.
     Hash(hash::Args),
+    /// Cache events: blocks per second, bytes per held block, idle CPU and delay with thousands of streams.
+    Ingest(ingest::Args),
     /// Inventory look-up and route decision, adds and bytes per pair, beside the same store in evmap.
     Lookup(lookup::Args),
     /// From a request body to block keys, part by part, through the prefix cache.
     Prompt(prompt::Args),
+    /// Memory of the gateway over minutes of prompts never sent before.
+    Soak(soak::Args),
+    /// How long a shard stands still beside long prompts, from inside and from outside.
+    Stall(stall::Args),
+    /// Engines' event sockets, as a child of a benchmark.
+    #[command(hide = true)]
+    IngestPublishers(ingest::publishers::Args),
     /// The gateway, as a child of a benchmark.
     #[command(hide = true)]
     Gateway {
@@ -40,8 +54,12 @@ fn main() -> anyhow::Result<ExitCode> {
     match Cli::parse().command {
         Command::E2e(args) => return e2e::main(&args),
         Command::Hash(args) => print!("{}", hash::run(&args)),
+        Command::Ingest(args) => print!("{}", ingest::run(&args)?),
+        Command::IngestPublishers(args) => ingest::publishers::run(&args)?,
         Command::Lookup(args) => print!("{}", lookup::run(&args)?),
         Command::Prompt(args) => print!("{}", prompt::run(&args)?),
+        Command::Soak(args) => return soak::main(&args),
+        Command::Stall(args) => stall::run(&args, &mut std::io::stdout())?,
         Command::Gateway { arguments } => return Ok(loadgen::child::gateway(arguments)),
     }
     Ok(ExitCode::SUCCESS)

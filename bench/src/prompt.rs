@@ -6,19 +6,18 @@
 //! first slice), and the longest slice of texts that are hard to cut. Median of the rounds, one thread.
 
 use std::fmt::Write;
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use loadgen::assets::{self, DEMO_MODEL};
 use loadgen::workload::Random;
 use serde_json::{Value, json};
 use shards::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
-use shards::prompt::{Api, BodyView, Job, Keying, Model, ModelFiles, PrefixCache, Rendering, Step, slug};
-use shards::service::Engine;
+use shards::prompt::{Api, Begun, BodyView, Glimpse, Job, Keying, Model, PrefixCache, Rendering, Step};
+use shards::service::{Engine, MissReason};
 
 use crate::e2e::bodies::{CONVERSATIONS, Conversations};
+use crate::files::ModelArgs;
 
 /// Setup of the run.
 #[derive(Clone, Debug, clap::Args)]
@@ -29,15 +28,9 @@ pub struct Args {
     /// Bytes of a request's body
     #[arg(long, value_delimiter = ',', default_values_t = [16 * 1024, 128 * 1024, 500_000])]
     pub sizes: Vec<usize>,
-    /// Directory with the model's tokenizer; default: the demo's
-    #[arg(long, requires = "model", value_name = "DIR")]
-    pub tokenizers: Option<PathBuf>,
-    /// Model named in the requests
-    #[arg(long, default_value = DEMO_MODEL)]
-    pub model: String,
-    /// Chat template that overrides the model's own
-    #[arg(long, value_name = "FILE")]
-    pub template: Option<PathBuf>,
+    /// Tokenizer and template
+    #[command(flatten)]
+    pub model: ModelArgs,
     /// Bytes of the prefix cache
     #[arg(long, default_value_t = 256 * 1024 * 1024)]
     pub cache_bytes: usize,
@@ -52,6 +45,8 @@ struct Parts {
     view: u64,
     begin: u64,
     tokens: u64,
+    /// On another thread.
+    aside: u64,
     remember: u64,
     longest_slice: u64,
     keys: u64,
@@ -59,7 +54,7 @@ struct Parts {
 
 impl Parts {
     fn total(&self) -> u64 {
-        self.view + self.begin + self.tokens + self.remember
+        self.view + self.begin + self.tokens + self.aside + self.remember
     }
 }
 
@@ -71,54 +66,74 @@ struct Bench {
 
 impl Bench {
     fn new(args: &Args) -> anyhow::Result<Self> {
-        let slug = slug(&args.model).context("--model: not a model's name")?;
-        let mut files = ModelFiles { slug: slug.clone(), ..ModelFiles::default() };
-        match &args.tokenizers {
-            None => {
-                files.tokenizer = assets::DEMO_TOKENIZER.to_owned();
-                files.config = Some(assets::DEMO_TOKENIZER_CONFIG.to_owned());
-            }
-            Some(directory) => {
-                let path = directory.join(&slug);
-                let read = |name: &str| std::fs::read_to_string(path.join(name));
-                files.tokenizer = read("tokenizer.json").with_context(|| format!("{}", path.display()))?;
-                files.config = read("tokenizer_config.json").ok();
-                files.template = read("chat_template.jinja").ok();
-            }
-        }
-        if let Some(path) = &args.template {
-            files.template = Some(std::fs::read_to_string(path).with_context(|| format!("{}", path.display()))?);
-        }
-        let model = Arc::new(Model::load(&files, SystemTime::now)?);
+        let model = args.model.load()?;
         let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED));
         Ok(Bench { model, contract, cache: PrefixCache::new(args.cache_bytes) })
     }
 
-    /// One request; `slices` bounds its slices, as when no endpoint holds its blocks.
-    fn request(&mut self, api: Api, body: &[u8], slices: usize) -> anyhow::Result<Parts> {
+    /// One request, held by some endpoint or by none.
+    fn request(&mut self, api: Api, body: &[u8], held: bool) -> anyhow::Result<Parts> {
         let keying = Keying { contract: &self.contract, block_tokens: 16, lora: None };
         let mut parts = Parts::default();
         let start = Instant::now();
         let view = BodyView::parse(body).context("a body of our own is JSON")?;
-        let viewed = Instant::now();
-        let job = Job::of_view(api, &view, &self.model, Rendering::of(Engine::Vllm), keying, &mut self.cache);
-        let mut job = job.map_err(|reason| anyhow::anyhow!("the prompt has no keys: {reason:?}"))?;
-        let begun = Instant::now();
-        for _ in 0..slices {
-            let slice = Instant::now();
-            let step = job.step().map_err(|reason| anyhow::anyhow!("the prompt has no keys: {reason:?}"))?;
-            parts.keys += std::hint::black_box(job.take_keys()).len() as u64;
-            parts.longest_slice = parts.longest_slice.max(ns(slice.elapsed()));
-            if step == Step::Done {
-                break;
+        parts.view = ns(start.elapsed());
+        let start = Instant::now();
+        let rendering = Rendering::of(Engine::Vllm);
+        let begun = Job::begin(api, &view, &self.model, rendering, keying, &mut self.cache).map_err(no_keys)?;
+        let mut job = match begun {
+            Begun::Job(job) => job,
+            Begun::Pending(mut pending) => {
+                let glimpse = pending.glimpse();
+                parts.begin = ns(start.elapsed());
+                if let Some(Glimpse { mut job, .. }) = glimpse {
+                    drive(&mut job, held, &mut parts)?;
+                    if !held {
+                        return Ok(parts);
+                    }
+                }
+                let start = Instant::now();
+                while !pending.step() {}
+                let task = pending.task();
+                parts.begin += ns(start.elapsed());
+                let start = Instant::now();
+                let prepared = task.run().map_err(no_keys)?;
+                parts.aside = ns(start.elapsed());
+                let start = Instant::now();
+                let job = pending.finish(prepared, &mut self.cache).map_err(no_keys)?;
+                parts.begin += ns(start.elapsed());
+                job
             }
+        };
+        if parts.begin == 0 {
+            parts.begin = ns(start.elapsed());
         }
-        let keyed = Instant::now();
+        drive(&mut job, held, &mut parts)?;
+        let start = Instant::now();
         job.remember(&mut self.cache);
-        parts.remember = ns(keyed.elapsed());
-        (parts.view, parts.begin, parts.tokens) = (ns(viewed - start), ns(begun - viewed), ns(keyed - begun));
+        drop(self.cache.take_garbage());
+        parts.remember = ns(start.elapsed());
         Ok(parts)
     }
+}
+
+/// Makes all keys of a job that is held, the first slice's of one that is not.
+fn drive(job: &mut Job<'_>, held: bool, parts: &mut Parts) -> anyhow::Result<()> {
+    loop {
+        let slice = Instant::now();
+        let step = job.step().map_err(no_keys)?;
+        parts.keys += std::hint::black_box(job.take_keys()).len() as u64;
+        let time = ns(slice.elapsed());
+        parts.tokens += time;
+        parts.longest_slice = parts.longest_slice.max(time);
+        if step == Step::Done || !held {
+            return Ok(());
+        }
+    }
+}
+
+fn no_keys(reason: MissReason) -> anyhow::Error {
+    anyhow::anyhow!("the prompt has no keys: {reason:?}")
 }
 
 fn ns(time: Duration) -> u64 {
@@ -135,6 +150,7 @@ fn median(parts: &[Parts]) -> Parts {
         view: of(|p| p.view),
         begin: of(|p| p.begin),
         tokens: of(|p| p.tokens),
+        aside: of(|p| p.aside),
         remember: of(|p| p.remember),
         longest_slice: parts.iter().map(|p| p.longest_slice).max().unwrap_or(0),
         keys: of(|p| p.keys),
@@ -147,11 +163,12 @@ fn line(text: &mut String, what: &str, parts: &Parts, identical: Option<&Parts>)
     // A string takes what is written to it.
     let _ = writeln!(
         text,
-        "{what:<28} {:>9.1} {identical:>10} {:>8.1} {:>9.1} {:>9.1} {:>8.1} {:>8} {:>10.1}",
+        "{what:<28} {:>9.1} {identical:>10} {:>8.1} {:>9.1} {:>9.1} {:>9.1} {:>8.1} {:>8} {:>10.1}",
         us(parts.total()),
         us(parts.view),
         us(parts.begin),
         us(parts.tokens),
+        us(parts.aside),
         us(parts.remember),
         parts.keys,
         us(parts.longest_slice),
@@ -166,8 +183,8 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
     let mut bench = Bench::new(args)?;
     let mut text = format!(
         "model {}, {} requests, cache {} bytes; µs, median (longest slice: of all)\n\
-         {:<28} {:>9} {:>10} {:>8} {:>9} {:>9} {:>8} {:>8} {:>10}\n",
-        args.model,
+         {:<28} {:>9} {:>10} {:>8} {:>9} {:>9} {:>9} {:>8} {:>8} {:>10}\n",
+        args.model.model,
         args.requests,
         args.cache_bytes,
         "",
@@ -176,6 +193,7 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
         "view",
         "render",
         "tokens",
+        "aside",
         "store",
         "keys",
         "slice max"
@@ -195,31 +213,31 @@ fn body_of(request: &[u8]) -> anyhow::Result<&[u8]> {
 }
 
 fn sized(bench: &mut Bench, args: &Args, bytes: usize, text: &mut String) -> anyhow::Result<()> {
-    let conversations = Conversations::new(&args.model, bytes);
+    let conversations = Conversations::new(&args.model.model, bytes);
     let mut random = Random::new(11);
     let (mut cold, mut same) = (Vec::new(), Vec::new());
     bench.cache = PrefixCache::new(args.cache_bytes);
     for number in 0..CONVERSATIONS {
         let request = conversations.request(number, &mut random);
-        cold.push(bench.request(Api::ChatCompletions, body_of(&request)?, usize::MAX)?);
+        cold.push(bench.request(Api::ChatCompletions, body_of(&request)?, true)?);
     }
     let mut warm = Vec::new();
     for number in 0..args.requests {
         let request = conversations.request(number % CONVERSATIONS, &mut random);
-        warm.push(bench.request(Api::ChatCompletions, body_of(&request)?, usize::MAX)?);
+        warm.push(bench.request(Api::ChatCompletions, body_of(&request)?, true)?);
     }
     for number in 0..args.requests {
         let request = conversations.request(number % 8, &mut Random::new((number % 8) as u64));
-        same.push(bench.request(Api::ChatCompletions, body_of(&request)?, usize::MAX)?);
+        same.push(bench.request(Api::ChatCompletions, body_of(&request)?, true)?);
     }
     let mut grown = Vec::new();
     for number in 0..args.requests.min(CONVERSATIONS * 4) {
         let request = conversations.request(number % CONVERSATIONS, &mut random);
         let mut chat: Value = serde_json::from_slice(body_of(&request)?)?;
-        bench.request(Api::ChatCompletions, chat.to_string().as_bytes(), usize::MAX)?;
+        bench.request(Api::ChatCompletions, chat.to_string().as_bytes(), true)?;
         push(&mut chat, "assistant", &mut random, 400);
         push(&mut chat, "user", &mut random, 100);
-        grown.push(bench.request(Api::ChatCompletions, chat.to_string().as_bytes(), usize::MAX)?);
+        grown.push(bench.request(Api::ChatCompletions, chat.to_string().as_bytes(), true)?);
     }
     line(text, &format!("{bytes} B warm"), &median(&warm), Some(&median(&same[same.len() / 2..])));
     line(text, &format!("{bytes} B grown"), &median(&grown), None);
@@ -237,21 +255,35 @@ fn push(chat: &mut Value, role: &str, random: &mut Random, bytes: usize) {
 /// One conversation turn by turn; what is printed is the median of 16 turns around each size.
 fn turns(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()> {
     let mut random = Random::new(5);
-    let mut chat = json!({ "model": args.model, "messages": [] });
+    let mut chat = json!({ "model": args.model.model, "messages": [] });
     push(&mut chat, "system", &mut random, 2_000);
     push(&mut chat, "user", &mut random, 200);
     let mut seen = Vec::new();
+    let mut printed: Vec<(usize, Parts)> = Vec::new();
     let mut sizes = [8_000, 32_000, 125_000, 250_000, 500_000].into_iter().peekable();
     while let Some(&size) = sizes.peek() {
         let body = chat.to_string();
-        seen.push(bench.request(Api::ChatCompletions, body.as_bytes(), usize::MAX)?);
+        seen.push(bench.request(Api::ChatCompletions, body.as_bytes(), true)?);
         if body.len() > size {
             let turns = seen.len();
-            line(text, &format!("turn {turns}, {} B", body.len()), &median(&seen[turns.saturating_sub(16)..]), None);
+            let parts = median(&seen[turns.saturating_sub(16)..]);
+            line(text, &format!("turn {turns}, {} B", body.len()), &parts, None);
+            printed.push((body.len(), parts));
             sizes.next();
         }
         push(&mut chat, "assistant", &mut random, 1_500);
         push(&mut chat, "user", &mut random, 300);
+    }
+    if let [(less, first), .., (more, last)] = printed[..] {
+        let per_byte = |of: fn(&Parts) -> u64| (of(&last) as f64 - of(&first) as f64) / (more - less) as f64;
+        let _ = writeln!(
+            text,
+            "per byte of history: scan {:.2} ns (bound 0.6), look-up and render {:.2} ns, tokens {:.3} ns, store {:.3} ns",
+            per_byte(|p| p.view),
+            per_byte(|p| p.begin + p.aside),
+            per_byte(|p| p.tokens),
+            per_byte(|p| p.remember),
+        );
     }
     Ok(())
 }
@@ -259,22 +291,31 @@ fn turns(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()
 /// Cold prompts that nobody holds, and texts that are hard to cut.
 fn long(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()> {
     let mut random = Random::new(3);
+    let mut totals = Vec::new();
     for bytes in [16 * 1024, args.long] {
         for (api, what) in [(Api::Completions, "completion"), (Api::ChatCompletions, "chat")] {
             let mut seen = Vec::new();
             for _ in 0..20 {
                 let prompt = loadgen::workload::words::text_of_bytes(&mut random, bytes);
                 let body = match api {
-                    Api::Completions => json!({ "model": args.model, "prompt": prompt }),
+                    Api::Completions => json!({ "model": args.model.model, "prompt": prompt }),
                     _ => {
-                        json!({ "model": args.model, "messages": [{ "role": "user", "content": prompt }] })
+                        json!({ "model": args.model.model, "messages": [{ "role": "user", "content": prompt }] })
                     }
                 };
-                seen.push(bench.request(api, body.to_string().as_bytes(), 1)?);
+                seen.push(bench.request(api, body.to_string().as_bytes(), false)?);
             }
             line(text, &format!("{bytes} B {what}, not held"), &median(&seen), None);
+            totals.push(median(&seen).total() as f64);
         }
     }
+    let _ = writeln!(
+        text,
+        "{} B not held costs {:.1} (completion) and {:.1} (chat) times 16 kB (bound 3)",
+        args.long,
+        totals[2] / totals[0],
+        totals[3] / totals[1],
+    );
     let cjk: String = (0..args.long / 3).filter_map(|_| char::from_u32(0x4E00 + random.below(6_000) as u32)).collect();
     let base64: String = (0..args.long).map(|_| char::from(BASE64[random.below(64)])).collect();
     let prose = loadgen::workload::words::text_of_bytes(&mut random, args.long);
@@ -286,9 +327,9 @@ fn long(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()>
         ("CJK, no punctuation", cjk),
         ("base64", base64),
     ] {
-        let body = json!({ "model": args.model, "prompt": prompt }).to_string();
+        let body = json!({ "model": args.model.model, "prompt": prompt }).to_string();
         bench.cache = PrefixCache::new(args.cache_bytes);
-        let parts = bench.request(Api::Completions, body.as_bytes(), usize::MAX)?;
+        let parts = bench.request(Api::Completions, body.as_bytes(), true)?;
         line(text, &format!("{} B {what}", args.long), &parts, None);
     }
     Ok(())
@@ -302,15 +343,8 @@ mod tests {
 
     #[test]
     fn a_small_run_measures_every_kind_of_request() {
-        let args = Args {
-            requests: 8,
-            sizes: vec![4_000],
-            tokenizers: None,
-            model: DEMO_MODEL.into(),
-            template: None,
-            cache_bytes: 16 << 20,
-            long: 20_000,
-        };
+        let args =
+            Args { requests: 8, sizes: vec![4_000], model: crate::files::demo(), cache_bytes: 16 << 20, long: 20_000 };
         let text = run(&args).unwrap();
         for what in ["4000 B warm", "4000 B grown", "4000 B cold", "20000 B chat, not held", "20000 B base64"] {
             assert!(text.contains(what), "{what} is missing:\n{text}");

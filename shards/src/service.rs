@@ -279,6 +279,8 @@ pub enum MissReason {
     Media,
     /// The prompt continues something that only the engine has stored.
     Stored,
+    /// The prompt is too large to be read in slices, and the thread that reads such prompts is busy.
+    Busy,
     /// The request's adapter, salt or other extra cannot be keyed under the engines' contract.
     Extras,
     /// The prompt has no full block.
@@ -293,7 +295,7 @@ pub enum MissReason {
 
 impl MissReason {
     /// Every reason, in the order of the counters.
-    pub const ALL: [MissReason; 16] = [
+    pub const ALL: [MissReason; 17] = [
         MissReason::ModeOff,
         MissReason::TextEmpty,
         MissReason::ModelEmpty,
@@ -305,6 +307,7 @@ impl MissReason {
         MissReason::EngineRendered,
         MissReason::Media,
         MissReason::Stored,
+        MissReason::Busy,
         MissReason::Extras,
         MissReason::Hashes,
         MissReason::NoWorker,
@@ -327,6 +330,7 @@ impl MissReason {
             MissReason::EngineRendered => "engine_rendered",
             MissReason::Media => "media",
             MissReason::Stored => "stored",
+            MissReason::Busy => "busy",
             MissReason::Extras => "extras",
             MissReason::Hashes => "hashes",
             MissReason::NoWorker => "no_worker",

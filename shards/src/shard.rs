@@ -19,10 +19,11 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bound
 use crossbeam::queue::ArrayQueue;
 use monoio::io::Canceller;
 
-use crate::executor::{self, Meter, Refusal, Ring, Rung, pin, visit_ns};
+use crate::executor::{self, Aside, Meter, Refusal, Ring, Rung, pin, visit_ns};
 use crate::ids::ShardId;
 use crate::limits::Limits;
 use crate::load::LoadTable;
+use crate::prompt::SharedPrefixStats;
 use crate::proxy::{Proxy, SWEEP_EVERY};
 use crate::service::Tables;
 
@@ -50,6 +51,8 @@ pub struct ShardOptions {
     pub limits: Limits,
     /// In-flight counts of the process.
     pub loads: Arc<LoadTable>,
+    /// The thread for work that cannot be sliced; without one the shard does it itself.
+    pub aside: Option<Aside>,
 }
 
 /// What the control core tells a shard; each command is answered when it has taken effect.
@@ -133,6 +136,8 @@ pub struct ShardStatus {
     pub connections_open: AtomicU64,
     /// Client connections accepted so far.
     pub connections_accepted: AtomicU64,
+    /// What it remembers of prompts, as of the last sweep.
+    pub prompts: SharedPrefixStats,
     /// The thread's runtime unwound: the shard serves nothing any more and must be replaced.
     failed: AtomicBool,
 }
@@ -236,6 +241,7 @@ pub fn spawn(options: ShardOptions) -> Result<ShardHandle, ShardError> {
         meter: Arc::default(),
         connections_open: AtomicU64::new(0),
         connections_accepted: AtomicU64::new(0),
+        prompts: SharedPrefixStats::default(),
         failed: AtomicBool::new(false),
     });
     let queue = Arc::new(Queue { commands: ArrayQueue::new(COMMANDS_MAX), waker: OnceLock::new() });
@@ -263,7 +269,7 @@ fn run(options: ShardOptions, status: &Arc<ShardStatus>, queue: Arc<Queue>, star
         }
     };
     let _heard = started.send(Ok(()));
-    let proxy = Rc::new(Proxy::new(options.id, options.limits, options.loads));
+    let proxy = Rc::new(Proxy::new(options.id, options.limits, options.loads, options.aside));
     let shard = Rc::new(Shard { proxy, status: Arc::clone(status), listeners: RefCell::default() });
     let main = serve(Rc::clone(&shard), Arc::clone(&queue));
     let ended = executor::run(&mut ring, Arc::clone(&status.meter), main);
@@ -318,6 +324,7 @@ async fn serve(shard: Rc<Shard>, queue: Arc<Queue>) {
             monoio::time::sleep(SWEEP_EVERY).await;
             sweeper.proxy.sweep().await;
             sweeper.status.connections_open.store(sweeper.proxy.connections() as u64, Ordering::Relaxed);
+            sweeper.status.prompts.store(sweeper.proxy.prompt_stats());
         }
     });
     loop {

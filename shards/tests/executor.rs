@@ -13,7 +13,8 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use monoio::io::{AsyncReadRent, AsyncWriteRentExt, Splitable};
-use shards::executor::{self, End, Meter, ReadAhead, Ring, Rung, Ticket};
+use shards::executor::aside::{Busy, WAITING_MAX};
+use shards::executor::{self, Aside, End, Meter, ReadAhead, Ring, Rung, Ticket};
 use support::{PATIENCE, RUNGS};
 
 /// Runs a future as a shard would, on a thread of its own, and returns what its executor saw.
@@ -307,4 +308,33 @@ fn a_panic_of_the_main_future_is_reported() {
     })
     .join()
     .expect("the panic was caught");
+}
+
+#[test]
+fn work_aside_is_done_or_refused_and_a_panic_in_it_is_told() {
+    for rung in RUNGS {
+        let aside = Aside::start().expect("a thread");
+        on_ring(rung, move || async move {
+            assert_eq!(aside.run(|| 6 * 7).await, Ok(42));
+            let panicking = || -> u32 { panic!("one piece of work") };
+            assert_eq!(aside.run(panicking).await, Err(Busy));
+            let (open, gate) = std::sync::mpsc::channel::<()>();
+            let blocked = aside.clone();
+            executor::spawn(async move {
+                assert!(blocked.run(move || gate.recv().is_ok()).await.expect("the work is done"));
+            });
+            // The task above hands its work over before this one goes on.
+            executor::turn().await;
+            for _ in 0..=WAITING_MAX {
+                aside.discard(());
+            }
+            assert_eq!(aside.run(|| 0).await, Err(Busy));
+            open.send(()).expect("the work waits for it");
+            let start = Instant::now();
+            while aside.run(|| 1).await != Ok(1) {
+                assert!(start.elapsed() < PATIENCE, "the queue empties");
+                monoio::time::sleep(Duration::from_millis(1)).await;
+            }
+        });
+    }
 }

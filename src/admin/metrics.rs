@@ -14,6 +14,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
+use shards::prompt::PrefixStats;
 use shards::service::{Endpoint, EndpointStats, MissReason, ServiceStats};
 
 use crate::supervise::{Control, Entry, ShardView, View};
@@ -231,6 +232,47 @@ fn for_shards(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
     ];
     for (name, help, read) in counters {
         families.counter(name, help, view.shards.iter().map(|shard| (label(shard), read(shard))))?;
+    }
+    prompts(families, view)
+}
+
+/// What shards remember of prompts, and what came of it.
+fn prompts(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
+    type Read = fn(&PrefixStats) -> u64;
+    let of =
+        |shard: &ShardView, read: Read| (vec![("shard", shard.id().0.to_string())], read(&shard.status.prompts.load()));
+    let gauges: [(&str, &str, Read); 2] = [
+        ("kvlane_prompt_cache_bytes", "Bytes held of prompts, bounded by limits.prompt_cache_bytes", |s| s.bytes),
+        ("kvlane_prompt_cache_prompts", "Prompts held", |s| s.prompts),
+    ];
+    for (name, help, read) in gauges {
+        families.gauge(name, help, view.shards.iter().map(|shard| of(shard, read)))?;
+    }
+    let counters: [(&str, &str, Read); 7] = [
+        ("kvlane_prompt_cache_hits", "Prompts whose begin was remembered", |s| s.hits),
+        ("kvlane_prompt_cache_misses", "Prompts of which nothing was remembered", |s| s.misses),
+        ("kvlane_prompt_cache_hit_bytes", "Bytes of prompts that were remembered", |s| s.hit_bytes),
+        ("kvlane_prompt_cache_evictions", "Prompts dropped to stay within the bound", |s| s.evictions),
+        ("kvlane_prompt_regrown", "Chats rendered from their end only", |s| s.regrown),
+        ("kvlane_prompt_regrown_checked", "Such chats compared with the whole render", |s| s.checked),
+        ("kvlane_prompt_regrown_differences", "Comparisons that failed; each ends it for a template", |s| {
+            s.differences
+        }),
+    ];
+    for (name, help, read) in counters {
+        families.counter(name, help, view.shards.iter().map(|shard| of(shard, read)))?;
+    }
+    let shortened: [(&str, &str, Read); 2] = [
+        ("kvlane_prompt_keys_ended", "Prompts whose keys end before the prompt does, by reason", |s| s.unbroken),
+        ("kvlane_prompt_keys_ended_bytes", "Bytes of such prompts without keys, by reason", |s| s.unbroken_bytes),
+    ];
+    for (name, help, read) in shortened {
+        let samples = view.shards.iter().map(|shard| {
+            let (mut labels, value) = of(shard, read);
+            labels.push(("reason", "no_cut".to_owned()));
+            (labels, value)
+        });
+        families.counter(name, help, samples)?;
     }
     Ok(())
 }

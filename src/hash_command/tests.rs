@@ -136,7 +136,6 @@ fn what_cannot_be_keyed_is_refused_with_what_to_do() {
     let trtllm = "--engine trtllm --block-size 16";
     refused(&format!("{trtllm} --algo sha256_cbor"), "it has blockhash_trtllm and v1_block_key");
     refused(&format!("{trtllm} --engine-version 1.2.0"), "--engine-version");
-    refused(&format!("{trtllm} --salt s"), "cache salt");
     refused(&format!("{trtllm} --algo v1_block_key --lora sql"), "integer id");
 }
 

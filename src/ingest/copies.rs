@@ -52,6 +52,9 @@ use super::status::{StreamStats, add};
 /// Attention groups of one cache. Beyond it: the event is rejected.
 pub(crate) const GROUPS_MAX: usize = 64;
 
+/// Keys whose places are read ahead of their turn.
+const KEYS_AHEAD: usize = 32;
+
 /// An operation on the inventory, for one holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Op {
@@ -233,7 +236,7 @@ pub(crate) struct Copies {
     distinct: u64,
     /// Whether prompts have the blocks they were predicted to have.
     pub(crate) by_use: ByUse,
-    /// Of the store at hand; kept for their memory.
+    /// Of the store at hand, the keys that are counted; kept for their memory.
     own_keys: Vec<BlockKey>,
     tokens: Vec<u32>,
 }
@@ -419,13 +422,16 @@ impl Copies {
         if stored.parent.is_none() {
             self.by_use.first_block();
         }
-        if cache.derived {
-            let keys = std::mem::take(&mut self.own_keys);
-            keys.iter().for_each(|key| self.add(rank, group, *key, again, stats, op));
-            self.own_keys = keys;
-        } else {
-            stored.keys.iter().for_each(|key| self.add(rank, group, key, again, stats, op));
+        let mut keys = std::mem::take(&mut self.own_keys);
+        if !cache.derived {
+            keys.clear();
+            keys.extend(stored.keys.iter());
         }
+        for some in keys.chunks(KEYS_AHEAD) {
+            self.touch(some);
+            some.iter().for_each(|key| self.add(rank, group, *key, again, stats, op));
+        }
+        self.own_keys = keys;
         Ok(())
     }
 
@@ -479,6 +485,13 @@ impl Copies {
             Medium::Cpu => self.weights.cpu > 0,
             Medium::Storage => self.weights.storage > 0,
         }
+    }
+
+    /// Reads the places of keys that are about to be counted, so that the accesses to memory overlap.
+    fn touch(&self, keys: &[BlockKey]) {
+        let counts = || self.ranks.iter().flat_map(|cache| cache.groups.iter().map(|(_, counts)| counts));
+        let of_key = |key: &BlockKey| counts().fold(0, |sum, counts| sum ^ counts.touch(*key));
+        std::hint::black_box(keys.iter().fold(0, |sum, key| sum ^ of_key(key)));
     }
 
     fn add(

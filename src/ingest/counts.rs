@@ -14,6 +14,9 @@ use shards::ids::BlockKey;
 /// Entries kept in the queue beyond twice the live ones before the dead are swept out.
 const DEAD_MIN: usize = 1024;
 
+/// Least room that the queue grows by, in entries.
+const GROWTH_MIN: usize = 64;
+
 /// A key (in halves, so that an entry takes 12 bytes and not 16) and its copies; 0 copies = dead.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
@@ -92,6 +95,17 @@ impl CopyCounts {
         self.places.find(hash(key.0), |place| at(entries, front, *place).key() == key.0).is_some()
     }
 
+    /// Reads what a look at the key will read. What comes back means nothing.
+    pub(crate) fn touch(&self, key: BlockKey) -> u32 {
+        let (entries, front) = (&self.entries, self.front);
+        let mut seen = 0;
+        let _ = self.places.find(hash(key.0), |place| {
+            seen ^= at(entries, front, *place).low;
+            false
+        });
+        seen
+    }
+
     /// Keys with at least one copy, oldest first.
     pub(crate) fn keys(&self) -> impl Iterator<Item = BlockKey> + '_ {
         self.entries.iter().filter(|entry| entry.copies > 0).map(|entry| BlockKey(entry.key()))
@@ -160,6 +174,10 @@ impl CopyCounts {
             }
             Slot::Vacant(slot) => {
                 slot.insert(front.wrapping_add(entries.len() as u32));
+                if entries.len() == entries.capacity() {
+                    // Doubling would leave a third of the room unused in the mean.
+                    entries.reserve_exact(entries.len() / 8 + GROWTH_MIN);
+                }
                 entries.push_back(Entry { low: key.0 as u32, high: (key.0 >> 32) as u32, copies: 1 });
                 Change::First
             }

@@ -18,6 +18,7 @@ mod copies;
 mod counts;
 mod derived;
 mod events;
+mod feed;
 mod framing;
 pub mod inspect;
 mod msgpack;
@@ -47,6 +48,7 @@ use shards::service::{EndpointShared, Engine, MediumWeights};
 
 pub use calibrate::{Believed, Finding, Leg, Verdict};
 pub use events::{Reject, check_any_bytes as check_any_event_bytes};
+pub use feed::{Feed, FeedShape};
 pub use framing::check_any_framing;
 pub use parity::{UseLeg, UseStatus};
 use persist::Files;
@@ -67,7 +69,8 @@ const COMMANDS_MAX: usize = 1024;
 pub struct IngestOptions {
     /// Cores to pin one thread each to; none = one thread, not pinned.
     pub cores: Vec<usize>,
-    /// In-flight counts of the process, to be summed up every 200 µs while something is in flight.
+    /// In-flight counts of the process, to be summed up every 200 µs while something is in flight and there are
+    /// several shards.
     pub loads: Arc<LoadTable>,
     /// Most (rank, group, key) entries kept per endpoint (`LOXILB_KV_MAX_BLOCKS`); beyond it the oldest go.
     pub max_blocks_per_endpoint: usize,
@@ -234,7 +237,7 @@ impl Ingest {
                 poller,
                 commands: receiver,
                 shared: Arc::clone(&ingest.shared),
-                loads: (number == 0).then(|| Arc::clone(&loads)),
+                loads: (number == 0 && loads.shards() > 1).then(|| Arc::clone(&loads)),
                 blocks_max: max_blocks_per_endpoint,
                 replay_timeout,
                 aside,

@@ -453,8 +453,9 @@ impl Stream {
         let Phase::Replaying(request) = self.phase else { return };
         self.tally.incomplete += 1;
         act(Action::StopReplay);
-        let unproven = request.returning && !request.proven && self.taken_up == TakenUp::No;
-        self.phase = if unproven { Phase::Unproven } else { Phase::Live };
+        let unproven = request.returning && !request.proven;
+        self.phase = if unproven && self.taken_up == TakenUp::No { Phase::Unproven } else { Phase::Live };
+        // Only what an answer brought can be read again: a lower number without one is a restart.
         self.replayed = if unproven { None } else { self.last_seq() };
         self.barren = 0;
         self.giving_up = true;

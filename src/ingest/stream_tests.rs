@@ -125,6 +125,8 @@ fn a_replay_proves_what_was_taken_up_and_brings_what_was_missed() {
     // No replay after all, or one that begins too late.
     assert!(!whole(&[Connected, Live(9, "b"), Failed], "ask7 stop doubt b"));
     assert!(whole(&[Connected, Live(8, "b"), Failed], "ask7 stop proven b"));
+    assert!(whole(&[Connected, Live(0, "x"), Live(1, "y"), Failed], "ask7 stop clear x y"), "restarted");
+    assert!(whole(&[Connected, Failed, Live(0, "x"), Live(1, "y")], "ask7 stop clear x y"), "restarted");
     assert!(!whole(&[Connected, Replayed(9, "b"), Replayed(10, "c"), Ended], "ask7 doubt b c stop"));
 }
 

@@ -30,9 +30,7 @@ use keep::{Keeper, TICK_USAGE};
 
 /// How often loads are published, and a refused publish repeated.
 const TICK: Duration = Duration::from_micros(200);
-/// The same while nothing is in flight: the first requests after a pause may be seen so late by other shards.
-const TICK_IDLE: Duration = Duration::from_millis(1);
-/// Nothing in flight for so long is a pause.
+/// Nothing in flight for so long is a pause: loads are not published until a shard says that it has a request.
 const IDLE_AFTER: Duration = Duration::from_millis(100);
 /// How often overdue replays are looked for.
 const TICK_REPLAY: Duration = Duration::from_millis(10);
@@ -188,6 +186,10 @@ pub(crate) struct WorkerOptions {
 impl Worker {
     pub(crate) fn new(options: WorkerOptions) -> Self {
         let now = Instant::now();
+        if let Some(table) = &options.loads {
+            let waker = options.poller.waker();
+            table.wake_with(move || waker.wake());
+        }
         Worker {
             poller: options.poller,
             contexts: Contexts::default(),
@@ -243,10 +245,7 @@ impl Worker {
     }
 
     fn tick(&self, pending: Pending) -> Option<Duration> {
-        let loads = self.loads.as_ref().map(|loads| match loads.busy.elapsed() < IDLE_AFTER {
-            true => TICK,
-            false => TICK_IDLE,
-        });
+        let loads = self.loads.as_ref().filter(|loads| !loads.table.is_asleep()).map(|_| TICK);
         let refused = (pending == Pending::Refused).then_some(TICK);
         let replays = (!self.replaying.is_empty()).then_some(TICK_REPLAY);
         let predictions = (!self.services.is_empty()).then_some(TICK_PREDICTIONS);
@@ -372,13 +371,19 @@ impl Worker {
 
     fn publish_loads(&mut self) {
         let Some(loads) = &mut self.loads else { return };
+        if loads.table.is_asleep() {
+            return;
+        }
         let now = Instant::now();
         if now.duration_since(loads.published) < TICK {
             return;
         }
         loads.published = now;
-        if loads.table.publish(self.shared.load_slots.load(Ordering::Relaxed)) {
+        let slots = self.shared.load_slots.load(Ordering::Relaxed);
+        if loads.table.publish(slots) {
             loads.busy = now;
+        } else if now.duration_since(loads.busy) > IDLE_AFTER {
+            loads.table.sleep(slots);
         }
     }
 

@@ -46,6 +46,9 @@ pub enum PartError {
     /// The tokenizer loader did not start.
     #[error("the tokenizer loader does not start: {0}")]
     ModelsStart(std::io::Error),
+    /// The thread that does for shards what cannot be sliced did not start.
+    #[error("the thread for large prompts does not start: {0}")]
+    AsideStart(std::io::Error),
 }
 
 /// All of them.

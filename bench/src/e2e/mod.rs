@@ -8,10 +8,10 @@
 //!
 //! Ratios within one run are what counts; times differ from machine to machine.
 
-mod backend;
+pub(crate) mod backend;
 pub(crate) mod bodies;
-mod cpu;
-mod proxies;
+pub(crate) mod cpu;
+pub(crate) mod proxies;
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -34,7 +34,7 @@ use self::bodies::{CONVERSATIONS, Conversations};
 use self::proxies::{Place, Proxy};
 
 /// Backends behind each proxy.
-const BACKENDS: usize = 4;
+pub(crate) const BACKENDS: usize = 4;
 
 /// Load before a measurement begins: connections are open and caches filled by then.
 const SETTLE: Duration = Duration::from_millis(400);
@@ -134,7 +134,7 @@ fn run(args: &E2eArgs, directory: &Path) -> anyhow::Result<ExitCode> {
     };
     let loads: Vec<(usize, Arc<Conversations>)> =
         args.sizes.iter().map(|&size| (size, Arc::new(Conversations::new(&args.model, size)))).collect();
-    let engines = start_engines(args, &tokenizers)?;
+    let engines = start_engines(&args.model, &tokenizers)?;
     let (exact, admin) = proxies::kvlane(&place, Some(&engines))?;
     warm(&engines, &loads, admin)?;
     let mut all = Vec::new();
@@ -235,7 +235,7 @@ fn hits(admin: SocketAddr) -> anyhow::Result<f64> {
 }
 
 /// The sum over all labels of a metric of the gateway.
-fn sum_of(admin: SocketAddr, name: &str) -> anyhow::Result<f64> {
+pub(crate) fn sum_of(admin: SocketAddr, name: &str) -> anyhow::Result<f64> {
     let (status, text) = http_get(admin, "/netlox/v1/metrics").context("the gateway's metrics cannot be read")?;
     if status != 200 {
         bail!("the gateway's metrics answer {status}");
@@ -245,14 +245,14 @@ fn sum_of(admin: SocketAddr, name: &str) -> anyhow::Result<f64> {
 }
 
 /// Engines that cache all conversations and never wait.
-fn start_engines(args: &E2eArgs, tokenizers: &Path) -> anyhow::Result<Vec<EngineHandle>> {
+pub(crate) fn start_engines(model: &str, tokenizers: &Path) -> anyhow::Result<Vec<EngineHandle>> {
     let options = EngineOptions {
         port: 0,
         event_port: 0,
         replay_port: Some(0),
         time_scale: 0.0,
         blocks: 1 << 18,
-        model: args.model.clone(),
+        model: model.to_owned(),
         tokenizers: Some(tokenizers.to_owned()),
         ..EngineOptions::default()
     };

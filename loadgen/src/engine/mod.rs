@@ -56,7 +56,7 @@ mod testing;
 mod tests;
 mod text;
 mod trtllm_wire;
-mod wire;
+pub mod wire;
 
 use std::collections::HashMap;
 use std::io;

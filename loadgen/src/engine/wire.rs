@@ -102,7 +102,6 @@ pub enum BlockHash {
 
 /// One element of a block's `extra_keys`, as published.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(not(test), expect(dead_code, reason = "no simulated request has images; the format is checked whole"))]
 pub enum ExtraKey {
     /// LoRA name, salt, or an image's identifier before 0.19.
     Text(String),

@@ -10,25 +10,37 @@ use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Instant;
 
-/// Buckets of [`Meter::gaps`].
-pub const GAP_BUCKETS: usize = 24;
+/// Buckets of [`Meter::gaps`]: four to a power of two, up to 8 s.
+pub const GAP_BUCKETS: usize = 4 * 22;
 
 /// What one shard's executor shows to other threads; written by the shard alone.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Meter {
     /// Visits to the driver so far: the heartbeat.
     pub visits: AtomicU64,
     /// Longest gap between two visits so far, nanoseconds.
     pub gap_max_ns: AtomicU64,
-    /// Gaps by length: bucket `i` counts those below `2^i` µs (and not below half of that); the last one is open.
+    /// Gaps by length: bucket `i` counts those below [`bucket_end_us`] of `i` (and not below that of the one before); the
+    /// last one is open.
     pub gaps: [AtomicU64; GAP_BUCKETS],
     /// Tasks that ended by a panic.
     pub panics: AtomicU64,
+}
+
+impl Default for Meter {
+    fn default() -> Self {
+        Meter {
+            visits: AtomicU64::new(0),
+            gap_max_ns: AtomicU64::new(0),
+            gaps: [const { AtomicU64::new(0) }; GAP_BUCKETS],
+            panics: AtomicU64::new(0),
+        }
+    }
 }
 
 impl Meter {
@@ -54,16 +66,33 @@ impl Meter {
         for (bucket, count) in counts.iter().enumerate() {
             seen += count;
             if seen >= wanted {
-                return 1 << bucket;
+                return bucket_end_us(bucket);
             }
         }
-        1 << (GAP_BUCKETS - 1)
+        bucket_end_us(GAP_BUCKETS - 1)
     }
+
+    /// Forgets the gaps so far. For measurements: a gap recorded at the same moment may be lost or kept.
+    pub fn reset(&self) {
+        self.gap_max_ns.store(0, Ordering::Relaxed);
+        self.gaps.iter().for_each(|gap| gap.store(0, Ordering::Relaxed));
+    }
+}
+
+/// Where a bucket ends, µs: 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 …
+#[must_use]
+pub fn bucket_end_us(bucket: usize) -> u64 {
+    let (octave, quarter) = (bucket / 4, bucket as u64 % 4);
+    if octave == 0 { quarter + 1 } else { (5 + quarter) << (octave - 1) }
 }
 
 fn bucket_of(gap_ns: u64) -> usize {
     let us = gap_ns / 1_000;
-    ((64 - us.leading_zeros()) as usize).min(GAP_BUCKETS - 1)
+    let octave = us.max(4).ilog2() as usize - 2;
+    if us < 4 {
+        return us as usize;
+    }
+    (4 * (octave + 1) + (us >> octave) as usize - 4).min(GAP_BUCKETS - 1)
 }
 
 struct Local {
@@ -147,24 +176,35 @@ pub(super) fn report_panic(panic: &(dyn Any + Send)) {
     });
 }
 
-fn note_wake() {
+/// Notes a visit, if the wake comes from the driver; whether it comes from a thread that is no shard.
+fn note_wake() -> bool {
     // A thread that ends has no locals left; its wakes are none of ours.
-    let _ = LOCAL.try_with(|local| {
-        if local.in_task.get() || !local.ran.get() {
-            return;
+    let foreign = LOCAL.try_with(|local| {
+        if local.meter.borrow().is_none() {
+            return true;
         }
-        let meter = local.meter.borrow();
-        let Some(meter) = meter.as_ref() else { return };
-        meter.record(local.last_end_ns.get().saturating_sub(local.visit_ns.get()));
-        local.visits.set(local.visits.get() + 1);
-        local.visit_ns.set(now_ns());
-        local.ran.set(false);
+        if !local.in_task.get() && local.ran.get() {
+            note_visit(local);
+        }
+        false
     });
+    foreign.unwrap_or(true)
+}
+
+fn note_visit(local: &Local) {
+    if let Some(meter) = local.meter.borrow().as_ref() {
+        meter.record(local.last_end_ns.get().saturating_sub(local.visit_ns.get()));
+    }
+    local.visits.set(local.visits.get() + 1);
+    local.visit_ns.set(now_ns());
+    local.ran.set(false);
 }
 
 /// The waker that operations of a watched task are given.
 struct Hook {
     task: OnceLock<Waker>,
+    /// Woken by another thread: the shard may have slept until then, and only the driver sees such a wake.
+    foreign: AtomicBool,
 }
 
 impl Wake for Hook {
@@ -173,7 +213,9 @@ impl Wake for Hook {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        note_wake();
+        if note_wake() {
+            self.foreign.store(true, Ordering::Release);
+        }
         if let Some(task) = self.task.get() {
             task.wake_by_ref();
         }
@@ -189,7 +231,7 @@ pub(super) struct Watched<F> {
 
 impl<F: Future> Watched<F> {
     pub(super) fn new(future: F) -> Self {
-        let hook = Arc::new(Hook { task: OnceLock::new() });
+        let hook = Arc::new(Hook { task: OnceLock::new(), foreign: AtomicBool::new(false) });
         let waker = Waker::from(Arc::clone(&hook));
         Watched { future: Box::pin(future), hook, waker }
     }
@@ -202,7 +244,15 @@ impl<F: Future> Future for Watched<F> {
         let this = &mut *self;
         // A task keeps one waker for life, so the first one is the only one.
         this.hook.task.get_or_init(|| context.waker().clone());
-        LOCAL.with(|local| local.in_task.set(true));
+        LOCAL.with(|local| {
+            if this.hook.foreign.load(Ordering::Relaxed)
+                && this.hook.foreign.swap(false, Ordering::Acquire)
+                && local.ran.get()
+            {
+                note_visit(local);
+            }
+            local.in_task.set(true);
+        });
         let mut context = Context::from_waker(&this.waker);
         let polled = catch_unwind(AssertUnwindSafe(|| this.future.as_mut().poll(&mut context)));
         LOCAL.with(|local| {
@@ -223,12 +273,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gaps_fall_into_powers_of_two_of_microseconds() {
-        assert_eq!(bucket_of(0), 0);
-        assert_eq!(bucket_of(999), 0);
-        assert_eq!(bucket_of(1_000), 1);
-        assert_eq!(bucket_of(999_000), 10);
-        assert_eq!(bucket_of(1_024_000), 11);
+    fn gaps_fall_into_quarters_of_powers_of_two_of_microseconds() {
+        for us in (0..5_000).chain([65_535, 65_536, 999_999, 7_000_000]) {
+            let bucket = bucket_of(us * 1_000 + 999);
+            assert!(us < bucket_end_us(bucket), "{us}");
+            assert!(bucket == 0 || us >= bucket_end_us(bucket - 1), "{us}");
+            assert!(bucket_end_us(bucket) <= us + us / 4 + 1, "{us}: bucket ends at {}", bucket_end_us(bucket));
+        }
         assert_eq!(bucket_of(u64::MAX), GAP_BUCKETS - 1);
     }
 
@@ -240,9 +291,9 @@ mod tests {
             meter.record(10_000);
         }
         meter.record(5_000_000);
-        assert_eq!(meter.gap_us_at(0.5), 16);
-        assert_eq!(meter.gap_us_at(0.999), 16);
-        assert_eq!(meter.gap_us_at(1.0), 8192);
+        assert_eq!(meter.gap_us_at(0.5), 12);
+        assert_eq!(meter.gap_us_at(0.999), 12);
+        assert_eq!(meter.gap_us_at(1.0), 5_120);
         assert_eq!(meter.gap_max_ns.load(Ordering::Relaxed), 5_000_000);
     }
 }

@@ -7,6 +7,7 @@
 //! A *visit* is one turn of the driver in which completions are reaped or timers fired. monoio has no hook for it, so
 //! [`meter`] sees it from the wakes it causes: a wake that comes while no task runs comes from the driver.
 
+pub mod aside;
 pub mod meter;
 pub mod pin;
 pub mod read_ahead;
@@ -17,10 +18,11 @@ mod turn;
 use std::future::Future;
 use std::sync::Arc;
 
+pub use aside::Aside;
 pub use meter::{Meter, now_ns, over_budget, visit_ns, visits};
 pub use read_ahead::{End, ReadAhead};
 pub use ring::{Refusal, Ring, Rung};
-pub use ticket::{SLICE_BUDGET_NS, Ticket};
+pub use ticket::{SLICE_BUDGET_NS, Ticket, TicketGuard};
 pub use turn::turn;
 
 /// Starts a task on the calling shard; a panic in it ends it, is counted in the shard's [`Meter`] and logged.
@@ -52,7 +54,14 @@ where
 /// Gives way once the shard has worked for its budget: for loops over operations that may each be done at once, as
 /// reads and writes are on epoll while the peer keeps up.
 pub async fn breathe() {
-    if over_budget(SLICE_BUDGET_NS) {
+    // Those who are let pass by the same visit share its budget: whoever comes too late waits for the next one.
+    for _ in 0..TURNS_MAX {
+        if !over_budget(SLICE_BUDGET_NS) {
+            return;
+        }
         turn().await;
     }
 }
+
+/// Visits that one task lets go by to others at most.
+const TURNS_MAX: usize = 16;

@@ -90,6 +90,7 @@ impl TicketGuard {
             // should cost a neighbour a slice.
             turn().await;
             turn().await;
+            super::breathe().await;
         }
     }
 }

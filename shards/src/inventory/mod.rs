@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod segment;
 mod sets;
 mod table;
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! Sets of holders in 8 bytes each.
+//! Sets of holders in 4 bytes each.
 //!
-//! **Invariant.** Within one side, two [`SetRef`]s are equal exactly when their sets are: up to three holders stand in
-//! the value itself, sorted; a larger set is stored once however many keys have it. So a walk sees at a glance that
+//! **Invariant.** Within one side, two [`SetRef`]s are equal exactly when their sets are: a single holder stands in
+//! the value itself; a larger set is stored once however many keys have it. So a walk sees at a glance that
 //! the next block is held by the same holders as the last, which is the usual case inside a shared prefix.
 //!
 //! Large sets are counted and given back with their last key. They are spread over [`PARTS`] tables by content, so that
@@ -10,15 +10,19 @@
 use hashbrown::HashTable;
 
 /// A set, or the empty one. Meaningless on the other side and after the guard it was read through.
+///
+/// 0 is empty, 1 to 65,535 a single holder (its number and 1), anything above part and index of a stored set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct SetRef(u64);
+pub(super) struct SetRef(u32);
 
 /// Holders that fit into the value itself.
-pub(super) const INLINE_MAX: usize = 3;
-/// Tables that large sets are spread over.
+pub(super) const INLINE_MAX: usize = 1;
+/// Tables that larger sets are spread over.
 const PARTS: usize = 256;
-/// Low 16 bits of a reference to a large set; small ones have their count there.
-const LARGE: u64 = 0xffff;
+/// References from here on are to stored sets.
+const LARGE: u32 = 1 << 16;
+/// Sets that a part has room for: 2²⁴ less those whose references would be taken for holders.
+const PART_SETS_MAX: usize = (1 << 24) - (LARGE as usize / PARTS);
 
 impl SetRef {
     /// The set of no holder.
@@ -28,22 +32,20 @@ impl SetRef {
         self == SetRef::EMPTY
     }
 
-    fn inline(holders: &[u16]) -> Self {
-        debug_assert!(holders.len() <= INLINE_MAX);
-        let mut value = holders.len() as u64;
-        for (place, &holder) in holders.iter().enumerate() {
-            value |= u64::from(holder) << (16 * (place + 1));
-        }
-        SetRef(value)
+    /// The set of one holder, of which there are at most 65,535.
+    pub(super) fn of_one(holder: u16) -> Self {
+        debug_assert!(usize::from(holder) < super::HOLDERS_MAX);
+        SetRef(u32::from(holder) + 1)
     }
 
     fn large(part: usize, index: u32) -> Self {
-        SetRef(LARGE | (part as u64) << 16 | u64::from(index) << 32)
+        SetRef(LARGE + (index << 8 | part as u32))
     }
 
-    /// Part and index of a large set.
+    /// Part and index of a stored set.
     fn place(self) -> Option<(usize, usize)> {
-        (self.0 & 0xffff == LARGE).then_some(((self.0 >> 16 & 0xffff) as usize, (self.0 >> 32) as usize))
+        let place = self.0.checked_sub(LARGE)?;
+        Some((place as usize % PARTS, (place >> 8) as usize))
     }
 }
 
@@ -106,8 +108,8 @@ impl Sets {
         match set.place() {
             Some((part, index)) => &self.parts[part].sets[index].holders,
             None => {
-                *inline = [(set.0 >> 16) as u16, (set.0 >> 32) as u16, (set.0 >> 48) as u16];
-                &inline[..(set.0 & 0xffff) as usize]
+                *inline = [set.0.wrapping_sub(1) as u16];
+                &inline[..usize::from(!set.is_empty())]
             }
         }
     }
@@ -115,7 +117,7 @@ impl Sets {
     /// The set with the holder. The key that had `set` has the result instead.
     pub(super) fn with(&mut self, set: SetRef, holder: u16) -> SetRef {
         if set.is_empty() {
-            return SetRef::inline(&[holder]);
+            return SetRef::of_one(holder);
         }
         if let Some(to) = self.again(self.grown, set, holder) {
             return to;
@@ -174,7 +176,11 @@ impl Sets {
 
     /// The set in `scratch`, for one more key.
     fn made(&mut self) -> SetRef {
-        if self.scratch.len() <= INLINE_MAX { SetRef::inline(&self.scratch) } else { self.take_large() }
+        match *self.scratch {
+            [] => SetRef::EMPTY,
+            [holder] => SetRef::of_one(holder),
+            _ => self.take_large(),
+        }
     }
 
     /// One key fewer has the set.
@@ -204,7 +210,8 @@ impl Sets {
             }
             None => {
                 part.sets.push(large);
-                // Keys, and so sets, are far fewer than 2³² in any memory this could run in.
+                // Sets are far fewer in any memory this could run in: 200 GB of them at the least.
+                assert!(part.sets.len() <= PART_SETS_MAX, "no memory has room for so many sets");
                 (part.sets.len() - 1) as u32
             }
         };
@@ -299,7 +306,10 @@ mod tests {
         let second = of(&mut sets, &[4, 3, 2, 1]);
         assert_eq!(sets.large_sets(), 1);
         let first = sets.without(first, 2);
-        assert_eq!((list(&sets, first), sets.large_sets()), (vec![1, 3, 4], 1));
+        assert_eq!((list(&sets, first), sets.large_sets()), (vec![1, 3, 4], 2));
+        let first = sets.without(first, 1);
+        let first = sets.without(first, 4);
+        assert_eq!((list(&sets, first), sets.large_sets()), (vec![3], 1));
         assert_eq!(sets.without(second, 9), second);
         let second = sets.retain(second, |holder| holder > 4);
         assert!(second.is_empty());

@@ -3,9 +3,7 @@
 //! **Invariant.** A side changes only by [`Op`]s: what follows from an operation follows from the side's own content,
 //! never from a clock or from the other side.
 
-use hashbrown::HashTable;
-use hashbrown::hash_table::Entry as TableEntry;
-
+use super::segment::{KEYS_EXPECTED, Segment};
 use super::sets::{SetRef, Sets};
 use super::{Medium, SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
@@ -13,18 +11,23 @@ use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
 /// Fewest segments of a side.
 pub(super) const SEGMENTS_MIN: usize = 256;
 const SEGMENTS_MAX: usize = 65_536;
-/// Keys a segment is made for: 70 % of what 8,192 buckets take, so that a full inventory neither grows nor wastes.
-const SEGMENT_KEYS: usize = 5_000;
-/// Smaller segments grow as they please: moving 448 keys is not felt.
-const RATIONED_BUCKETS_MIN: usize = 512;
+/// Keys whose places are read ahead of their turn, so that the accesses to memory overlap.
+const AHEAD: usize = 32;
+
+/// A store or a removal.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Change {
+    pub(super) key: BlockKey,
+    pub(super) holder: HolderIndex,
+    /// The holder has the key from now on; else it no longer has it.
+    pub(super) held: bool,
+}
 
 /// A change of both sides.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Op {
-    /// The holder has the key.
-    Store { key: BlockKey, holder: HolderIndex },
-    /// The holder no longer has the key.
-    Remove { key: BlockKey, holder: HolderIndex },
+    /// Stores and removals, in order.
+    Changes(Box<[Change]>),
     /// The slot belongs to a new holder.
     Add { holder: HolderIndex, endpoint: EndpointIndex, rank: Rank, medium: Medium, space: SpaceIndex },
     /// What a space that nobody is in means from now on.
@@ -66,12 +69,6 @@ pub(super) enum SlotState {
     Retired,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Entry {
-    key: BlockKey,
-    set: SetRef,
-}
-
 /// A key space and how many slots in use are in it.
 #[derive(Clone, Copy, Debug, Default)]
 struct SpaceSlot {
@@ -84,7 +81,7 @@ struct SpaceSlot {
 pub(super) struct Table {
     /// Makes the places of keys unforeseeable: whoever can choose keys must not be able to pile them up.
     salt: u64,
-    segments: Box<[HashTable<Entry>]>,
+    segments: Box<[Segment]>,
     pub(super) sets: Sets,
     slots: Vec<Slot>,
     /// By number; the first, the service's own, is unknown here.
@@ -95,10 +92,10 @@ pub(super) struct Table {
 
 impl Table {
     pub(super) fn new(blocks_expected: usize, salt: u64) -> Self {
-        let segments = blocks_expected.div_ceil(SEGMENT_KEYS).clamp(SEGMENTS_MIN, SEGMENTS_MAX);
+        let segments = blocks_expected.div_ceil(KEYS_EXPECTED).clamp(SEGMENTS_MIN, SEGMENTS_MAX);
         Table {
             salt: salt | 1,
-            segments: (0..segments).map(|_| HashTable::new()).collect(),
+            segments: (0..segments).map(|_| Segment::default()).collect(),
             sets: Sets::new(),
             slots: Vec::new(),
             spaces: [SpaceSlot::default(); SPACES_MAX],
@@ -131,34 +128,37 @@ impl Table {
     /// The holders of a key.
     pub(super) fn find(&self, key: BlockKey) -> SetRef {
         let hash = hash_of(self.salt, key);
-        let segment = &self.segments[segment_of(hash, self.segments.len())];
-        segment.find(hash, |entry| entry.key == key).map_or(SetRef::EMPTY, |entry| entry.set)
+        self.segments[segment_of(hash, self.segments.len())].find(hash, key)
+    }
+
+    /// Reads the places of keys that are about to be looked up or changed.
+    pub(super) fn touch(&self, keys: impl Iterator<Item = BlockKey>) {
+        let touch = |sum: u32, key| {
+            let hash = hash_of(self.salt, key);
+            sum ^ self.segments[segment_of(hash, self.segments.len())].touch(hash)
+        };
+        std::hint::black_box(keys.fold(0, touch));
     }
 
     /// Keys of a segment with their holders, those of retired ones included.
     pub(super) fn segment(&self, segment: usize) -> impl Iterator<Item = (BlockKey, SetRef)> {
-        self.segments[segment].iter().map(|entry| (entry.key, entry.set))
+        self.segments[segment].iter()
     }
 
     /// Whether the segment is about to grow by itself, or holds far too much room.
     pub(super) fn wants_rebuild(&self, segment: usize) -> bool {
-        let table = &self.segments[segment];
-        let buckets = table.num_buckets();
-        let room = buckets / 8 * 7;
-        let left = table.capacity() - table.len();
-        buckets >= RATIONED_BUCKETS_MIN && (left * 4 < room || table.len() * 8 < room)
+        self.segments[segment].wants_resize()
     }
 
     /// Room of a segment; for tests.
     #[cfg(test)]
-    pub(super) fn buckets(&self, segment: usize) -> usize {
-        self.segments[segment].num_buckets()
+    pub(super) fn room(&self, segment: usize) -> usize {
+        self.segments[segment].room()
     }
 
-    pub(super) fn apply(&mut self, op: Op) {
-        match op {
-            Op::Store { key, holder } => self.store(key, holder.0),
-            Op::Remove { key, holder } => self.remove(key, holder.0),
+    pub(super) fn apply(&mut self, op: &Op) {
+        match *op {
+            Op::Changes(ref changes) => self.change(changes),
             Op::Define { index, space } => {
                 let slot = &mut self.spaces[usize::from(index.0)];
                 assert_eq!(slot.holders, 0, "a space in use keeps its meaning");
@@ -195,57 +195,32 @@ impl Table {
         self.slots_version += 1;
     }
 
-    fn store(&mut self, key: BlockKey, holder: u16) {
-        let salt = self.salt;
-        let hash = hash_of(salt, key);
-        let segment = &mut self.segments[segment_of(hash, self.segments.len())];
-        match segment.entry(hash, |entry| entry.key == key, |entry| hash_of(salt, entry.key)) {
-            TableEntry::Occupied(mut entry) => {
-                let set = entry.get().set;
-                entry.get_mut().set = self.sets.with(set, holder);
+    fn change(&mut self, changes: &[Change]) {
+        for some in changes.chunks(AHEAD) {
+            self.touch(some.iter().map(|change| change.key));
+            for Change { key, holder, held } in some {
+                let Table { salt, segments, sets, .. } = self;
+                let hash = hash_of(*salt, *key);
+                let set = |set| if *held { sets.with(set, holder.0) } else { sets.without(set, holder.0) };
+                segments[segment_of(hash, segments.len())].change(hash, *key, set, |key| hash_of(*salt, key));
             }
-            TableEntry::Vacant(entry) => {
-                let set = self.sets.with(SetRef::EMPTY, holder);
-                entry.insert(Entry { key, set });
-            }
-        }
-    }
-
-    fn remove(&mut self, key: BlockKey, holder: u16) {
-        let hash = hash_of(self.salt, key);
-        let segment = &mut self.segments[segment_of(hash, self.segments.len())];
-        let Ok(mut entry) = segment.find_entry(hash, |entry| entry.key == key) else { return };
-        let set = self.sets.without(entry.get().set, holder);
-        if set.is_empty() {
-            entry.remove();
-        } else {
-            entry.get_mut().set = set;
         }
     }
 
     fn sweep(&mut self, segment: usize) {
-        let Table { segments, sets, slots, .. } = self;
-        segments[segment].retain(|entry| {
-            entry.set = sets.retain(entry.set, |holder| slots[usize::from(holder)].state != SlotState::Retired);
-            !entry.set.is_empty()
-        });
+        let Table { salt, segments, sets, slots, .. } = self;
+        let kept = |set| sets.retain(set, |holder| slots[usize::from(holder)].state != SlotState::Retired);
+        segments[segment].change_all(kept, |key| hash_of(*salt, key));
     }
 
     fn rebuild(&mut self, segment: usize) {
-        let salt = self.salt;
-        let old = &mut self.segments[segment];
-        // Just under three quarters of the room stay as large, the rest doubles: see `wants_rebuild`.
-        let mut new = HashTable::with_capacity(old.len() / 3 * 4 + old.len() % 3 + 1);
-        for entry in old.drain() {
-            new.insert_unique(hash_of(salt, entry.key), entry, |entry| hash_of(salt, entry.key));
-        }
-        *old = new;
+        self.segments[segment].fit(|key| hash_of(self.salt, key));
     }
 }
 
 impl left_right::Absorb<Op> for Table {
     fn absorb_first(&mut self, op: &mut Op, _: &Self) {
-        self.apply(*op);
+        self.apply(op);
     }
 
     fn sync_with(&mut self, first: &Self) {
@@ -259,7 +234,7 @@ fn hash_of(salt: u64, key: BlockKey) -> u64 {
     (product as u64) ^ (product >> 64) as u64
 }
 
-/// Bits 25 to 56 of the hash: a table takes its tag from above them and its bucket from below.
+/// The upper half of the hash: a segment takes a key's home from the lower one.
 fn segment_of(hash: u64, segments: usize) -> usize {
-    (((hash >> 25 & 0xffff_ffff) * segments as u64) >> 32) as usize
+    (((hash >> 32) * segments as u64) >> 32) as usize
 }

@@ -296,8 +296,8 @@ fn segments_grow_and_shrink_without_losing_a_key() {
     let guard = reader.enter().unwrap();
     let expected = (0..total).filter(|key| key % 50 == 0).chain(total..total + 1_000);
     assert_eq!(dump(&guard, 0), expected.collect());
-    let buckets: usize = (0..guard.segments()).map(|segment| guard.0.buckets(segment)).sum();
-    assert!(buckets < 40_000, "{buckets} buckets for 9,000 keys");
+    let room: usize = (0..guard.segments()).map(|segment| guard.0.room(segment)).sum();
+    assert!(room < 40_000, "room for {room} keys where 9,000 are");
 }
 
 #[derive(Clone, Debug)]

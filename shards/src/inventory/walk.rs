@@ -12,7 +12,7 @@ use super::{Guard, Run, SpaceIndex};
 use crate::ids::BlockKey;
 
 /// Keys looked up before their sets are looked at, so that the memory accesses overlap.
-const BATCH: usize = 16;
+const BATCH: usize = 32;
 /// `Member::blocks` of a holder that has all keys so far.
 const ALL: u32 = u32::MAX;
 
@@ -84,6 +84,7 @@ impl Walk {
     pub(super) fn advance(&mut self, table: &Table, keys: &[BlockKey]) -> bool {
         let first = self.shown == 0;
         self.shown = self.shown.saturating_add(u32::try_from(keys.len()).unwrap_or(u32::MAX));
+        table.touch(keys.iter().take(BATCH + usize::from(first)).copied());
         let mut rest = keys;
         if first {
             let Some((key, others)) = keys.split_first() else { return true };
@@ -98,7 +99,10 @@ impl Walk {
             return false;
         }
         let mut last = None;
-        for batch in rest.chunks(BATCH) {
+        while !rest.is_empty() {
+            let (batch, others) = rest.split_at(rest.len().min(BATCH));
+            rest = others;
+            table.touch(rest.iter().take(BATCH).copied());
             let mut sets = [SetRef::EMPTY; BATCH];
             for (set, key) in sets.iter_mut().zip(batch) {
                 *set = table.find(*key);
@@ -111,6 +115,7 @@ impl Walk {
             for ((holders, inline), set) in holders.iter_mut().zip(&mut inline).zip(sets) {
                 *holders = table.sets.holders(set, inline);
             }
+            std::hint::black_box(holders.iter().fold(0, |seen, set| seen ^ set.first().map_or(0, |holder| *holder)));
             for (set, holders) in sets.into_iter().zip(holders).take(batch.len()) {
                 if last != Some(set) {
                     self.keep(holders);

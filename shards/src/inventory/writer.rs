@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 
 use super::sets::INLINE_MAX;
-use super::table::{Op, Table};
+use super::table::{Change, Op, Table};
 use super::{Medium, SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
 
@@ -56,14 +56,7 @@ pub struct Writer {
 
 #[derive(Clone, Copy, Debug)]
 enum Queued {
-    Store {
-        key: BlockKey,
-        holder: HolderIndex,
-    },
-    Remove {
-        key: BlockKey,
-        holder: HolderIndex,
-    },
+    Change(Change),
     /// Valid only while the slot's `flips` is still this.
     Eligible {
         holder: HolderIndex,
@@ -189,14 +182,14 @@ impl Writer {
         if self.queue.len() >= self.queue_max {
             self.stores_dropped += 1;
         } else {
-            self.enqueue(Queued::Store { key, holder });
+            self.enqueue(Queued::Change(Change { key, holder, held: true }));
         }
     }
 
     /// The holder no longer has the block (1→0 of its copies).
     pub fn remove(&mut self, key: BlockKey, holder: HolderIndex) {
         debug_assert!(self.slots[holder.index()].in_use, "a retired holder removes nothing");
-        self.enqueue(Queued::Remove { key, holder });
+        self.enqueue(Queued::Change(Change { key, holder, held: false }));
     }
 
     /// Whether one of these holders has the key, as far as that is published.
@@ -249,18 +242,26 @@ impl Writer {
     }
 
     fn stage_queue(&mut self) {
-        let slots = &self.slots;
-        let take = self.queue.len().min(OPS_PER_PUBLISH_MAX);
+        let Writer { handle, slots, queue, .. } = self;
+        let take = queue.len().min(OPS_PER_PUBLISH_MAX);
         self.drained += take as u64;
-        let ops = self.queue.drain(..take).filter_map(|queued| match queued {
-            Queued::Store { key, holder } => slots[holder.index()].in_use.then_some(Op::Store { key, holder }),
-            Queued::Remove { key, holder } => slots[holder.index()].in_use.then_some(Op::Remove { key, holder }),
-            Queued::Eligible { holder, flips } => {
-                let slot = slots[holder.index()];
-                (slot.in_use && slot.flips == flips).then_some(Op::Eligible { holder, eligible: true })
+        let mut changes = Vec::with_capacity(take);
+        for queued in queue.drain(..take) {
+            match queued {
+                Queued::Change(change) if slots[change.holder.index()].in_use => changes.push(change),
+                Queued::Eligible { holder, flips } => {
+                    let slot = slots[holder.index()];
+                    if slot.in_use && slot.flips == flips {
+                        handle.append(Op::Changes(std::mem::take(&mut changes).into_boxed_slice()));
+                        handle.append(Op::Eligible { holder, eligible: true });
+                    }
+                }
+                Queued::Change(_) => {}
             }
-        });
-        self.handle.extend(ops);
+        }
+        if !changes.is_empty() {
+            handle.append(Op::Changes(changes.into_boxed_slice()));
+        }
         self.staged += take;
     }
 

@@ -1,12 +1,9 @@
 //! The members of a request body that the gateway reads, without a copy of the body.
 
 use std::borrow::Cow;
-use std::fmt;
-
-use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
-use serde_json::value::RawValue;
 
 use super::json;
+use super::scan::{Member, Scan};
 
 /// Top-level members of a request body that the gateway reads: raw JSON text inside the body, decoded when used.
 ///
@@ -17,6 +14,8 @@ pub struct BodyView<'a> {
     pub model: Option<Cow<'a, str>>,
     /// `stream` is true.
     pub stream: bool,
+    /// All of it.
+    pub(super) body: &'a [u8],
     pub(super) prompt: Option<&'a str>,
     pub(super) messages: Option<&'a str>,
     pub(super) tools: Option<&'a str>,
@@ -60,11 +59,9 @@ impl<'a> BodyView<'a> {
     /// Reads the members without copying the body; none when it is no JSON object in UTF-8.
     #[must_use]
     pub fn parse(body: &'a [u8]) -> Option<Self> {
-        let text = std::str::from_utf8(body).ok()?;
-        let mut reader = serde_json::Deserializer::from_str(text);
-        let view = reader.deserialize_map(Members).ok()?;
-        reader.end().ok()?;
-        Some(view)
+        let mut scan = BodyScan::new(body);
+        while !scan.step(usize::MAX)? {}
+        Some(scan.view)
     }
 
     /// Whether the request asks for blocks of its own, which other requests with the same prompt do not share.
@@ -91,6 +88,7 @@ impl<'a> BodyView<'a> {
             // These are the prompt, or decide over its text before it is looked for.
             model: _,
             stream: _,
+            body: _,
             prompt: _,
             messages: _,
             truncate_prompt_tokens: _,
@@ -130,7 +128,10 @@ impl<'a> BodyView<'a> {
     fn set(&mut self, name: &str, raw: &'a str) {
         let present = (raw != "null").then_some(raw);
         match name {
-            "model" => self.model = present.and_then(|raw| json::string(raw).ok()),
+            "model" => {
+                let short = present.filter(|raw| raw.len() <= MODEL_BYTES_MAX);
+                self.model = short.and_then(|raw| json::string(raw).ok());
+            }
             "stream" => self.stream = raw == "true",
             "prompt" => self.prompt = present,
             "messages" => self.messages = present,
@@ -167,7 +168,10 @@ impl<'a> BodyView<'a> {
                 let member = UNKEYABLE.iter().find(|member| **member == name);
                 if let (Some(member), Some(raw)) = (member, present) {
                     // Transfer parameters matter only where they bring the tokens along.
-                    if *member != "kv_transfer_params" || raw.contains("prompt_token_ids") {
+                    if *member != "kv_transfer_params"
+                        || raw.len() > TRANSFER_BYTES_MAX
+                        || raw.contains("prompt_token_ids")
+                    {
                         self.unkeyable = Some(member);
                     }
                 }
@@ -191,27 +195,51 @@ const UNKEYABLE: [&str; 7] = [
     "lora_request",
 ];
 
-struct Members;
+/// A look through a body in slices.
+#[derive(Debug)]
+pub struct BodyScan<'a> {
+    scan: Scan<'a>,
+    view: BodyView<'a>,
+}
 
-impl<'de> Visitor<'de> for Members {
-    type Value = BodyView<'de>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON object")
+impl<'a> BodyScan<'a> {
+    /// Begins with a body.
+    #[must_use]
+    pub fn new(body: &'a [u8]) -> Self {
+        BodyScan { scan: Scan::new(body), view: BodyView { body, ..BodyView::default() } }
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut view = BodyView::default();
-        while let Some(name) = map.next_key::<Name<'de>>()? {
-            if is_read(&name.0) {
-                view.set(&name.0, map.next_value::<&'de RawValue>()?.get());
-            } else {
-                map.next_value::<IgnoredAny>()?;
+    /// Looks at so many further bytes, at least; whether the end is reached. None when the body is no JSON object in
+    /// UTF-8.
+    pub fn step(&mut self, bytes: usize) -> Option<bool> {
+        let view = &mut self.view;
+        let done = self.scan.step(bytes, |Member { name, value }| {
+            // No name that is read is as long as this, whatever its escapes.
+            if name.len() > NAME_BYTES_MAX {
+                return;
             }
-        }
-        Ok(view)
+            if let Ok(name) = json::string(name)
+                && is_read(&name)
+            {
+                view.set(&name, value);
+            }
+        });
+        done.ok()
+    }
+
+    /// What was found.
+    #[must_use]
+    pub fn into_view(self) -> BodyView<'a> {
+        self.view
     }
 }
+
+/// Bytes of a member's name as it stands, beyond which it is none that is read.
+const NAME_BYTES_MAX: usize = 256;
+/// Bytes of a model's name as it stands in the body. A longer one is like none.
+const MODEL_BYTES_MAX: usize = 8 * 1024;
+/// Bytes of transfer parameters that are looked through; longer ones are taken to bring tokens along.
+const TRANSFER_BYTES_MAX: usize = 64 * 1024;
 
 fn is_read(name: &str) -> bool {
     const READ: &[&str] = &[
@@ -250,10 +278,6 @@ fn is_read(name: &str) -> bool {
     ];
     READ.contains(&name) || UNKEYABLE.contains(&name)
 }
-
-/// A member's name, borrowed where it has no escapes.
-#[derive(serde::Deserialize)]
-struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// A member that must be true or false; none = the default.
 pub(super) fn flag(raw: Option<&str>, default: bool) -> Option<bool> {

@@ -3,27 +3,32 @@
 //! **Invariant.** A slice is bounded by [`SLICE_BYTES`] of text wherever the tokenizer has a proved cut; the keys are
 //! those of the whole prompt. A job may be dropped between any two slices.
 
+use std::borrow::Cow;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokenizers::pipeline::PipelineToken;
 
-use super::body::BodyView;
+use super::body::{self, BodyView};
+use super::large::{self, Copying, IN_PLACE_BYTES, Made, Prepared, REMEMBERED_BYTES_MAX, Task};
 use super::memory::{Context, Mark, Memory, Start};
 use super::model::Model;
-use super::prefix_cache::{PrefixCache, Strides};
-use super::recall::{self, Chat};
+use super::prefix_cache::{self, PrefixCache, Strides};
+use super::recall::{self, Chat, Growing, Recalled};
 use super::request::{self, Prompt, Rendering, Source as PromptSource, Truncation};
 use super::tokenizer::PieceLengths;
-use super::{Api, json};
+use super::{Api, glimpse, json};
 use crate::block::{Contract, ContractError, KeyStream, Lora, PromptExtras};
 use crate::ids::BlockKey;
-use crate::service::MissReason;
+use crate::service::{Engine, MissReason};
 
-/// Text of one slice, bytes: under 1 ms even for texts that tokenize slowly (9 MB/s). Where the tokenizer has no
-/// proved cut in so many bytes the keys end.
+/// Text of one slice, bytes: under 1 ms for texts that tokenize slowly (14 MB/s). Where the tokenizer has no proved cut in
+/// so many bytes the keys end.
 pub const SLICE_BYTES: usize = 8 * 1024;
+/// Piece of text that mostly repeats one byte after which the keys end: such pieces are the slowest (5 to 10 MB/s), and
+/// encoding one cannot be interrupted.
+const RUN_BYTES_MAX: usize = 4 * 1024;
 /// Time after which a slice ends at the next mark: some texts tokenize ten times slower than others.
 const SLICE_TIME: Duration = Duration::from_micros(300);
 /// Token ids read from a list in one slice.
@@ -39,6 +44,10 @@ const MARK_BYTES_LAST: usize = 48;
 const LAST_BYTES: usize = 4096;
 /// Piece of text without a special token, after which a cut of another kind is taken.
 const PLAIN_BYTES: usize = 2048;
+/// Begin of a large prompt by which it is known or not.
+const KNOWN_BEGIN_BYTES: usize = 32 * 1024;
+/// What two prompts may share by chance.
+const KNOWN_BYTES_MIN: usize = 1024;
 /// Remembered keys shown in one slice.
 const SLICE_KEYS: usize = 4096;
 
@@ -68,6 +77,8 @@ pub struct Job<'a> {
     offered: usize,
     tokens: u64,
     bytes_done: u64,
+    /// The next slice is one long piece.
+    long_next: bool,
 }
 
 /// A stream of keys under another contract, from the same tokens.
@@ -145,8 +156,8 @@ impl<'a> Job<'a> {
         Job::of_view(api, &view, model, rendering, keying, &mut PrefixCache::new(0))
     }
 
-    /// Begins with a body that is viewed already. A chat is rendered here, in one go, as far as the cache does not
-    /// know its text.
+    /// Begins with a body that is viewed already, whatever its size. A chat is rendered here, in one go, as far as the
+    /// cache does not know its text.
     ///
     /// # Errors
     /// The reason why the prompt cannot be keyed.
@@ -158,54 +169,42 @@ impl<'a> Job<'a> {
         keying: Keying<'_>,
         cache: &mut PrefixCache,
     ) -> Result<Self, MissReason> {
-        let prompt = Prompt::of(api, view, model, rendering)?;
-        let job = Job::of_prompt(prompt, view, model, rendering, keying, cache)?;
-        let is_chat = matches!(api, Api::ChatCompletions | Api::Responses | Api::Messages);
-        Ok(Job { is_chat: is_chat && rendering.template.is_none(), ..job })
+        match Job::begin(api, view, model, rendering, keying, cache)? {
+            Begun::Job(job) => Ok(job),
+            Begun::Pending(mut pending) => {
+                let prepared = pending.task().run()?;
+                pending.finish(prepared, cache)
+            }
+        }
     }
 
-    fn of_prompt(
-        prompt: Prompt<'a>,
-        view: &BodyView<'a>,
-        model: &Arc<Model>,
-        rendering: Rendering<'_>,
-        keying: Keying<'_>,
+    /// The same, but what would take too long between two visits to the driver is left to be done elsewhere.
+    ///
+    /// # Errors
+    /// The reason why the prompt cannot be keyed.
+    pub fn begin<'o>(
+        api: Api,
+        view: &'o BodyView<'a>,
+        model: &'o Arc<Model>,
+        rendering: Rendering<'o>,
+        keying: Keying<'o>,
         cache: &mut PrefixCache,
-    ) -> Result<Self, MissReason> {
-        let Prompt { source, truncation } = prompt;
-        let prefix = match source {
-            PromptSource::Text { special: true, .. } | PromptSource::Chat { special: true, .. } => {
-                model.prefix(rendering.add_bos)
-            }
-            _ => Vec::new(),
-        };
-        // Which of the special tokens are cut away is the engine's affair.
-        if truncation.is_some() && !prefix.is_empty() {
-            return Err(MissReason::Tokenize);
+    ) -> Result<Begun<'o, 'a>, MissReason> {
+        let mut opening = Opening::new(api, view, model, rendering, keying)?;
+        let raw = large::raw_prompt(api, view).filter(|raw| view.unkeyable.is_none() && opening.is_large(raw));
+        if let Some(raw) = raw
+            && opening.is_read_whole()
+        {
+            return Ok(Begun::Pending(opening.pending(raw, Strides::new(), true)));
         }
-        let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
-        let extras = extras(view, keying.lora)?;
-        let opening = Opening { view, model, rendering, keying, block_tokens, extras: &extras, prefix: &prefix };
-        let Opened { memory, strides, source } = opening.open(source, truncation.is_some(), cache)?;
-        let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
-        Ok(Job {
-            model: Arc::clone(model),
-            is_chat: false,
-            source,
-            memory,
-            strides,
-            extras,
-            stream: mark.stream,
-            others: Vec::new(),
-            prefix,
-            cut_off: truncation.map(|kept| CutOff { kept, open: Vec::new() }),
-            piece: Vec::new(),
-            scratch: Vec::new(),
-            taken: 0,
-            offered: 0,
-            tokens: mark.tokens,
-            bytes_done: mark.at as u64,
-        })
+        let Prompt { source, truncation } = Prompt::of(api, view, model, rendering)?;
+        opening.truncation = truncation;
+        if let (PromptSource::Chat { raw, special }, true) = (&source, raw.is_some()) {
+            opening.surround(*special)?;
+            return opening.open_large(raw, *special, cache);
+        }
+        let opened = opening.open(source, cache)?;
+        opening.job(opened).map(Begun::Job)
     }
 
     /// Begins with ids that are the prompt of the request: a JSON list after its bracket. What the body says of its
@@ -220,8 +219,9 @@ impl<'a> Job<'a> {
         rendering: Rendering<'_>,
         keying: Keying<'_>,
     ) -> Result<Self, MissReason> {
-        let prompt = Prompt { source: PromptSource::Ids(list), truncation: None };
-        Job::of_prompt(prompt, view, model, rendering, keying, &mut PrefixCache::new(0))
+        let mut opening = Opening::new(Api::Completions, view, model, rendering, keying)?;
+        let opened = opening.open(PromptSource::Ids(list), &mut PrefixCache::new(0))?;
+        opening.job(opened)
     }
 
     /// Makes the keys of another contract too. Only for a job that began without a cache and before its first slice:
@@ -267,6 +267,12 @@ impl<'a> Job<'a> {
         Ok(if matches!(self.source, Source::Done | Source::Unbroken { .. }) { Step::Done } else { Step::More })
     }
 
+    /// Whether the next slice is likely to take close to 1 ms: it should begin with a fresh visit to the driver.
+    #[must_use]
+    pub fn is_long_next(&self) -> bool {
+        self.long_next
+    }
+
     /// Keys made since the last call.
     pub fn take_keys(&mut self) -> &[BlockKey] {
         let from = std::mem::replace(&mut self.taken, self.offered);
@@ -308,6 +314,9 @@ impl<'a> Job<'a> {
 
     /// Ends the work and lets the cache remember what was done, finished or not.
     pub fn remember(self, cache: &mut PrefixCache) {
+        if let Source::Unbroken { bytes } = self.source {
+            cache.note_unbroken(bytes);
+        }
         if !self.strides.is_empty() {
             cache.put(self.memory, self.strides);
         }
@@ -322,10 +331,16 @@ impl<'a> Job<'a> {
             && at - from + PLAIN_BYTES <= SLICE_BYTES
             && (at == from || start.elapsed() < SLICE_TIME)
         {
-            let Some(end) = tokenizer.mark_after(&self.memory.text, at, PIECE) else {
+            let end = tokenizer.mark_after(&self.memory.text, at, PIECE);
+            let Some(end) = end.filter(|&end| !is_long_run(&self.memory.text.as_bytes()[at..end])) else {
                 self.source = Source::Unbroken { bytes: self.memory.text.len() - at };
                 return Ok(());
             };
+            // A long piece is a slice of its own.
+            self.long_next = end - at > PLAIN_BYTES && at > from;
+            if self.long_next {
+                break;
+            }
             let piece = &self.memory.text[at..end];
             tokenizer.encode(piece, &mut self.scratch, &mut self.piece).map_err(|error| {
                 tracing::debug!(%error, "a prompt is routed without keys");
@@ -400,15 +415,138 @@ pub(super) const PIECE: PieceLengths = PieceLengths {
     max: SLICE_BYTES,
 };
 
+/// What became of a prompt's begin.
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "one for each request, taken apart at once")]
+pub enum Begun<'o, 'a> {
+    /// Its job.
+    Job(Job<'a>),
+    /// Something has to be done first.
+    Pending(Pending<'o, 'a>),
+}
+
+/// A prompt that is too large to be read or rendered in one go.
+#[derive(Debug)]
+pub struct Pending<'o, 'a> {
+    opening: Opening<'o, 'a>,
+    raw: &'a str,
+    strides: Strides,
+    stage: Stage<'a>,
+    unknown: bool,
+}
+
+#[derive(Debug)]
+enum Stage<'a> {
+    Read(Copying<'a>),
+    Render { growing: Growing, special: bool },
+}
+
+/// A glimpse of a large prompt: a job over the text that it begins with.
+#[derive(Debug)]
+pub struct Glimpse<'a> {
+    /// Its keys.
+    pub job: Job<'a>,
+    /// Its text is sure to be the begin of the prompt's. Else only "nobody holds it" is to be believed.
+    pub certain: bool,
+    /// Bytes of the prompt's source for each byte of it, for an estimate of its tokens.
+    pub part: f64,
+}
+
+impl<'a> Pending<'_, 'a> {
+    /// The begin of the prompt, where nothing of it is remembered: if nobody holds it, the rest need not be read.
+    pub fn glimpse(&self) -> Option<Glimpse<'a>> {
+        if !self.unknown || self.opening.view.truncate_prompt_tokens.is_some() {
+            return None;
+        }
+        let Opening { api, view, model, rendering, keying, .. } = self.opening;
+        let (text, certain) = glimpse::text(api, view, self.raw, model, rendering)?;
+        let special = match api {
+            Api::ChatCompletions => body::flag(view.add_special_tokens, false)?,
+            _ => body::flag(view.add_special_tokens, true)?,
+        };
+        let mut opening = Opening::new(api, view, model, rendering, keying).ok()?;
+        opening.surround(special).ok()?;
+        let part = self.raw.len() as f64 / text.len() as f64;
+        let source = PromptSource::Text { text: Cow::Owned(text), special: false, whole: false };
+        let opened = opening.open_surrounded(source, &mut PrefixCache::new(0)).ok()?;
+        let mut job = opening.job(opened).ok()?;
+        // It is no prompt of its own, to be found again.
+        job.strides.clear();
+        job.is_chat = false;
+        Some(Glimpse { job, certain, part })
+    }
+
+    /// Does a slice of what must be done here before the task; whether all is done.
+    pub fn step(&mut self) -> bool {
+        match &mut self.stage {
+            Stage::Read(copying) => copying.step(),
+            Stage::Render { .. } => true,
+        }
+    }
+
+    /// What is to be done elsewhere.
+    pub fn task(&mut self) -> Task {
+        let Opening { api, view, model, rendering, .. } = self.opening;
+        match &mut self.stage {
+            Stage::Read(copying) => std::mem::take(copying).task(api, model, &rendering),
+            Stage::Render { growing, .. } => {
+                let messages = growing.memory.messages.clone();
+                Task::render(model, &rendering, messages, &growing.frame, view.tools.is_some())
+            }
+        }
+    }
+
+    /// The job, once the task is done.
+    ///
+    /// # Errors
+    /// The reason why the prompt cannot be keyed.
+    pub fn finish(self, prepared: Prepared, cache: &mut PrefixCache) -> Result<Job<'a>, MissReason> {
+        let Pending { mut opening, strides, stage, .. } = self;
+        let Opening { view, model, rendering, .. } = opening;
+        let opened = match (prepared.0, stage) {
+            (Made::Text { text, special, whole, truncation }, _) => {
+                opening.truncation = truncation;
+                let mut nothing = PrefixCache::new(0);
+                let cache = if text.len() > REMEMBERED_BYTES_MAX { &mut nothing } else { cache };
+                opening.open(PromptSource::Text { text: Cow::Owned(text), special, whole }, cache)?
+            }
+            (Made::Chat { raw, messages, frame, text }, _) => {
+                let special = body::flag(view.add_special_tokens, false).ok_or(MissReason::Tokenize)?;
+                let mut memory = Box::new(Memory::new(opening.context("chat"), opening.start()?));
+                memory.raw = raw;
+                memory.messages = messages;
+                memory.frame = Some(frame);
+                memory.text = text;
+                let strides = match memory.raw.len() {
+                    0..=REMEMBERED_BYTES_MAX => prefix_cache::strides(&memory.context, memory.raw.as_bytes()),
+                    _ => Strides::new(),
+                };
+                let memory = recall::made(cache, memory, &strides, model.tokenizer());
+                Opened::of_text(memory, strides, special)?
+            }
+            (Made::Rendered(text), Stage::Render { growing, special }) => {
+                let template = model.template(rendering.template, view.tools.is_some(), rendering.engine)?;
+                Opened::of_text(growing.finish(cache, text, model, template), strides, special)?
+            }
+            (Made::Rendered(_), Stage::Read(_)) => return Err(MissReason::Tokenize),
+        };
+        opening.job(opened)
+    }
+}
+
 /// A prompt on the way to its job.
+#[derive(Debug)]
 struct Opening<'o, 'a> {
+    api: Api,
     view: &'o BodyView<'a>,
     model: &'o Arc<Model>,
     rendering: Rendering<'o>,
     keying: Keying<'o>,
     block_tokens: NonZeroU32,
-    extras: &'o PromptExtras,
-    prefix: &'o [u32],
+    extras: PromptExtras,
+    /// Tokens before the text.
+    prefix: Vec<u32>,
+    truncation: Option<Truncation>,
 }
 
 /// What a job begins with.
@@ -418,14 +556,104 @@ struct Opened<'a> {
     source: Source<'a>,
 }
 
-impl<'a> Opening<'_, 'a> {
+impl<'o, 'a> Opening<'o, 'a> {
+    fn new(
+        api: Api,
+        view: &'o BodyView<'a>,
+        model: &'o Arc<Model>,
+        rendering: Rendering<'o>,
+        keying: Keying<'o>,
+    ) -> Result<Self, MissReason> {
+        let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
+        let extras = extras(view, keying.lora)?;
+        let (prefix, truncation) = (Vec::new(), None);
+        Ok(Opening { api, view, model, rendering, keying, block_tokens, extras, prefix, truncation })
+    }
+
+    /// Puts special tokens before the text, or not.
+    fn surround(&mut self, special: bool) -> Result<(), MissReason> {
+        if special {
+            self.prefix = self.model.prefix(self.rendering.add_bos);
+        }
+        // Which of the special tokens are cut away is the engine's affair.
+        if self.truncation.is_some() && !self.prefix.is_empty() { Err(MissReason::Tokenize) } else { Ok(()) }
+    }
+
+    /// Whether the prompt takes too long to be read in one go.
+    fn is_large(&self, raw: &str) -> bool {
+        match self.api {
+            Api::Completions | Api::Generate => large::is_large_text(raw),
+            _ => large::is_large(raw) || self.has_large_members(),
+        }
+    }
+
+    fn has_large_members(&self) -> bool {
+        let beside = self.view.members().into_iter().chain([self.view.system, self.view.instructions]);
+        beside.flatten().map(str::len).sum::<usize>() > IN_PLACE_BYTES
+    }
+
+    /// Whether a large prompt is read and rendered as a whole, not message by message.
+    fn is_read_whole(&self) -> bool {
+        match self.api {
+            Api::ChatCompletions => {
+                let engine = self.rendering.engine;
+                self.view.truncate_prompt_tokens.is_some()
+                    || (engine == Engine::Sglang && self.view.input_ids.is_none())
+            }
+            _ => true,
+        }
+    }
+
+    fn pending(self, raw: &'a str, strides: Strides, unknown: bool) -> Pending<'o, 'a> {
+        let stage = Stage::Read(Copying::new(self.view.body));
+        Pending { opening: self, raw, strides, stage, unknown }
+    }
+
+    /// A large chat: from what is remembered of it where little is new, else by a task.
+    fn open_large(self, raw: &'a str, special: bool, cache: &mut PrefixCache) -> Result<Begun<'o, 'a>, MissReason> {
+        if raw.len() > REMEMBERED_BYTES_MAX {
+            return Ok(Begun::Pending(self.pending(raw, Strides::new(), true)));
+        }
+        let context = self.context("chat");
+        // A prompt that was never seen is not worth a look at all of its bytes.
+        let begin = &raw.as_bytes()[..raw.len().min(KNOWN_BEGIN_BYTES)];
+        if cache.known(&context, &prefix_cache::strides(&context, begin), begin) < KNOWN_BYTES_MIN {
+            return Ok(Begun::Pending(self.pending(raw, Strides::new(), true)));
+        }
+        let strides = prefix_cache::strides(&context, raw.as_bytes());
+        let known = cache.known(&context, &strides, raw.as_bytes());
+        // Large members are part of every excerpt.
+        if known < KNOWN_BYTES_MIN || self.has_large_members() || large::is_large(&raw[raw.ceil_char_boundary(known)..])
+        {
+            let unknown = known <= IN_PLACE_BYTES;
+            return Ok(Begun::Pending(self.pending(raw, strides, unknown)));
+        }
+        let Opening { view, model, rendering, .. } = self;
+        let template = model.template(rendering.template, view.tools.is_some(), rendering.engine)?;
+        let chat = Chat { raw, view, model, template, rendering, large: true };
+        match recall::chat(cache, context, self.start()?, &strides, chat) {
+            Ok(Recalled::Ready(memory)) => {
+                let opened = Opened::of_text(memory, strides, special)?;
+                self.job(opened).map(Begun::Job)
+            }
+            Ok(Recalled::Growing(growing)) => {
+                let stage = Stage::Render { growing, special };
+                Ok(Begun::Pending(Pending { opening: self, raw, strides, stage, unknown: false }))
+            }
+            Err(MissReason::Media) => Ok(Begun::Pending(self.pending(raw, strides, false))),
+            Err(reason) => Err(reason),
+        }
+    }
+
     /// The memory that the prompt begins with. Nothing is remembered of prompts of ids, nor of those that are cut off.
-    fn open(
-        &self,
-        source: PromptSource<'a>,
-        is_cut_off: bool,
-        cache: &mut PrefixCache,
-    ) -> Result<Opened<'a>, MissReason> {
+    fn open(&mut self, source: PromptSource<'a>, cache: &mut PrefixCache) -> Result<Opened<'a>, MissReason> {
+        if let PromptSource::Text { special, .. } | PromptSource::Chat { special, .. } = source {
+            self.surround(special)?;
+        }
+        self.open_surrounded(source, cache)
+    }
+
+    fn open_surrounded(&self, source: PromptSource<'a>, cache: &mut PrefixCache) -> Result<Opened<'a>, MissReason> {
         let start = self.start()?;
         match source {
             PromptSource::Ids(rest) if rest.trim_start().starts_with(']') => Err(MissReason::TextEmpty),
@@ -434,6 +662,7 @@ impl<'a> Opening<'_, 'a> {
                 Ok(Opened { memory, strides: Strides::new(), source: Source::Ids(rest) })
             }
             PromptSource::Text { text, special, whole } => {
+                let is_cut_off = self.truncation.is_some();
                 let mut nothing = PrefixCache::new(0);
                 let cache = if is_cut_off { &mut nothing } else { cache };
                 let (memory, strides) = recall::text(cache, self.context("text"), start, text, self.model.tokenizer());
@@ -443,25 +672,53 @@ impl<'a> Opening<'_, 'a> {
             PromptSource::Chat { raw, special } => {
                 let Opening { view, model, rendering, .. } = *self;
                 let template = model.template(rendering.template, view.tools.is_some(), rendering.engine)?;
-                let chat = Chat { raw, view, model, template, rendering };
-                match recall::chat(cache, self.context("chat"), start, chat) {
-                    Ok((memory, strides)) => Opened::of_text(memory, strides, special),
-                    Err(MissReason::Media) => {
-                        self.open(request::whole_chat(view, model, rendering)?, is_cut_off, cache)
-                    }
+                let chat = Chat { raw, view, model, template, rendering, large: false };
+                let context = self.context("chat");
+                let strides = prefix_cache::strides(&context, raw.as_bytes());
+                match recall::chat(cache, context, start, &strides, chat) {
+                    Ok(Recalled::Ready(memory)) => Opened::of_text(memory, strides, special),
+                    // Nothing is left to others where nothing is large.
+                    Ok(Recalled::Growing(_)) => Err(MissReason::Tokenize),
+                    Err(MissReason::Media) => self.open_surrounded(request::whole_chat(view, model, rendering)?, cache),
                     Err(reason) => Err(reason),
                 }
             }
         }
     }
 
+    /// The job that begins so.
+    fn job(self, opened: Opened<'a>) -> Result<Job<'a>, MissReason> {
+        let Opened { memory, strides, source } = opened;
+        let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
+        Ok(Job {
+            model: Arc::clone(self.model),
+            is_chat: matches!(self.api, Api::ChatCompletions | Api::Responses | Api::Messages)
+                && self.rendering.template.is_none(),
+            source,
+            memory,
+            strides,
+            extras: self.extras,
+            stream: mark.stream,
+            others: Vec::new(),
+            prefix: self.prefix,
+            cut_off: self.truncation.map(|kept| CutOff { kept, open: Vec::new() }),
+            piece: Vec::new(),
+            scratch: Vec::new(),
+            taken: 0,
+            offered: 0,
+            tokens: mark.tokens,
+            bytes_done: mark.at as u64,
+            long_next: false,
+        })
+    }
+
     /// The state before the first byte of a text.
     fn start(&self) -> Result<Start, MissReason> {
-        let mut stream = KeyStream::new(self.keying.contract, self.extras, self.block_tokens).map_err(|error| {
+        let mut stream = KeyStream::new(self.keying.contract, &self.extras, self.block_tokens).map_err(|error| {
             tracing::debug!(%error, "a request is routed without keys");
             MissReason::Extras
         })?;
-        let mut rest = self.prefix;
+        let mut rest = &self.prefix[..];
         let keys: Vec<BlockKey> = std::iter::from_fn(|| stream.next_key(&mut rest)).collect();
         Ok(Start { mark: Mark { at: 0, tokens: self.prefix.len() as u64, keys: keys.len(), stream }, keys })
     }
@@ -502,6 +759,12 @@ fn extras(view: &BodyView<'_>, lora: Option<&Lora>) -> Result<PromptExtras, Miss
         extra_key: text(view.extra_key)?,
         ..PromptExtras::default()
     })
+}
+
+/// Whether a piece takes too long to encode: it mostly repeats one byte.
+fn is_long_run(piece: &[u8]) -> bool {
+    piece.len() > RUN_BYTES_MAX
+        && piece.iter().zip(&piece[1..]).filter(|(byte, next)| byte == next).count() > piece.len() / 2
 }
 
 /// Reads ids of a JSON list up to the slice's limit; the rest, or none when the list is over.

@@ -79,6 +79,48 @@ pub(super) fn leading_string(text: &str) -> Result<Cow<'_, str>, JsonError> {
     Reader { text, at: 0 }.string()
 }
 
+/// The JSON string that a text begins with, read in steps.
+#[derive(Debug)]
+pub(super) struct LongString<'a> {
+    reader: Reader<'a>,
+}
+
+impl<'a> LongString<'a> {
+    /// Begins with a text whose first byte is the quote.
+    pub(super) fn new(text: &'a str) -> Result<Self, JsonError> {
+        let mut reader = Reader { text, at: 0 };
+        reader.take(b'"')?;
+        Ok(LongString { reader })
+    }
+
+    /// Appends what so many further bytes spell, at least; whether the string is over.
+    pub(super) fn step(&mut self, bytes: usize, out: &mut String) -> Result<bool, JsonError> {
+        let reader = &mut self.reader;
+        let end = reader.text.ceil_char_boundary(reader.at.saturating_add(bytes));
+        while reader.at < end {
+            let rest = &reader.text.as_bytes()[reader.at..end];
+            let run = match rest.first() {
+                // Escapes often stand side by side.
+                Some(b'"' | b'\\') => 0,
+                _ => memchr::memchr2(b'"', b'\\', rest).unwrap_or(rest.len()),
+            };
+            out.push_str(&reader.text[reader.at..reader.at + run]);
+            reader.at += run;
+            if reader.at == end {
+                break;
+            }
+            let byte = reader.peek();
+            reader.at += 1;
+            if byte == Some(b'"') {
+                return Ok(true);
+            }
+            out.push(reader.escape()?);
+        }
+        if reader.at >= reader.text.len() { Err(JsonError::Syntax) } else { Ok(false) }
+    }
+}
+
+#[derive(Debug)]
 struct Reader<'a> {
     text: &'a str,
     at: usize,
@@ -353,6 +395,23 @@ mod tests {
             assert!(elements::<JsonError>(text, 0, |_, _| Ok(())).is_err(), "{text}");
         }
         assert!(elements::<JsonError>("[]", 0, |_, _| Ok(())).is_ok());
+    }
+
+    #[test]
+    fn long_strings_are_the_same_wherever_the_steps_end() {
+        let text = r#""plain é \n\" \ud83d\ude00 你好 \\ end" and what follows"#;
+        let whole = leading_string(text).unwrap();
+        for bytes in 1..text.len() {
+            let (mut string, mut out) = (LongString::new(text).unwrap(), String::new());
+            while !string.step(bytes, &mut out).unwrap() {}
+            assert_eq!(out, whole, "steps of {bytes}");
+            assert_eq!(&text[string.reader.at..], " and what follows");
+        }
+        for text in ["\"cut off", "\"\\", "\"\\x\"", "\"\\ud83d\""] {
+            let (mut string, mut out) = (LongString::new(text).unwrap(), String::new());
+            assert!((0..20).any(|_| string.step(1, &mut out).is_err()), "{text}");
+        }
+        assert!(LongString::new("x").is_err());
     }
 
     #[test]

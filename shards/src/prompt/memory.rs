@@ -177,6 +177,13 @@ impl Memory {
         self.keys = other.keys[..keys.min(other.keys.len())].to_vec();
     }
 
+    /// Takes another text and keeps the states that it has too.
+    pub(super) fn replace_text(&mut self, text: String, tokenizer: &Tokenizer) {
+        let same = common_prefix(text.as_bytes(), self.text.as_bytes());
+        self.text = text;
+        self.forget_beyond(same, tokenizer);
+    }
+
     /// Forgets the states that a new text, equal to the old one for that many bytes, does not have.
     pub(super) fn forget_beyond(&mut self, same: usize, tokenizer: &Tokenizer) {
         let holds = |mark: &Mark| {

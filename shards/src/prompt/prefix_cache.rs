@@ -4,6 +4,7 @@
 //! use by one job at a time; bytes held never exceed the bound once a memory is put back.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use xxhash_rust::xxh3;
 
@@ -18,6 +19,9 @@ const STRIDE: usize = 2048;
 const REPLACED_BYTES_MAX: usize = 4096;
 /// Part of the bound that one prompt may take; longer ones are not remembered.
 const LARGEST_PART: usize = 4;
+
+/// Messages of a memory beyond which dropping it takes long.
+const DROPPED_MESSAGES_MAX: usize = 256;
 
 /// What a cache has done so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,6 +44,81 @@ pub struct PrefixStats {
     pub checked: u64,
     /// Comparisons that failed; each ends this way for its template.
     pub differences: u64,
+    /// Prompts whose keys end early because no place to cut was found for too long.
+    pub unbroken: u64,
+    /// Bytes of such prompts that have no keys.
+    pub unbroken_bytes: u64,
+}
+
+/// The same for other threads to see: written by the shard now and then, figure by figure.
+#[derive(Debug, Default)]
+pub struct SharedPrefixStats([AtomicU64; 11]);
+
+impl SharedPrefixStats {
+    /// Shows what a cache has done.
+    pub fn store(&self, stats: PrefixStats) {
+        // Every figure is named here, so that a new one cannot be forgotten.
+        let PrefixStats {
+            bytes,
+            prompts,
+            hits,
+            misses,
+            hit_bytes,
+            evictions,
+            regrown,
+            checked,
+            differences,
+            unbroken,
+            unbroken_bytes,
+        } = stats;
+        let figures = [
+            bytes,
+            prompts,
+            hits,
+            misses,
+            hit_bytes,
+            evictions,
+            regrown,
+            checked,
+            differences,
+            unbroken,
+            unbroken_bytes,
+        ];
+        for (place, figure) in self.0.iter().zip(figures) {
+            place.store(figure, Ordering::Relaxed);
+        }
+    }
+
+    /// What was shown last.
+    #[must_use]
+    pub fn load(&self) -> PrefixStats {
+        let [
+            bytes,
+            prompts,
+            hits,
+            misses,
+            hit_bytes,
+            evictions,
+            regrown,
+            checked,
+            differences,
+            unbroken,
+            unbroken_bytes,
+        ] = self.0.each_ref().map(|figure| figure.load(Ordering::Relaxed));
+        PrefixStats {
+            bytes,
+            prompts,
+            hits,
+            misses,
+            hit_bytes,
+            evictions,
+            regrown,
+            checked,
+            differences,
+            unbroken,
+            unbroken_bytes,
+        }
+    }
 }
 
 /// Prompts that a shard has seen lately, bounded in bytes. Beyond the bound those not used for longest go, about.
@@ -53,6 +132,9 @@ pub struct PrefixCache {
     bytes_max: usize,
     stats: PrefixStats,
     pub(super) trust: Trust,
+    /// Memories that take long to drop.
+    #[expect(clippy::vec_box, reason = "they come in boxes, which are cheaper to move")]
+    garbage: Vec<Box<Memory>>,
 }
 
 #[derive(Debug)]
@@ -108,6 +190,7 @@ impl PrefixCache {
             bytes_max,
             stats: PrefixStats::default(),
             trust: Trust::default(),
+            garbage: Vec::new(),
         }
     }
 
@@ -121,19 +204,15 @@ impl PrefixCache {
 
     /// Finds the prompt that shares the longest begin.
     pub(super) fn find(&mut self, context: &Context, subject: &[u8]) -> (Found, Strides) {
-        let strides = strides(context.hash(), subject);
-        let mut best: Option<(u32, usize)> = None;
-        for hash in strides.iter().rev() {
-            let Some(&slot) = self.index.get(hash) else { continue };
-            let Some(Some(held)) = self.slots.get(slot as usize) else { continue };
-            if held.memory.context.is(context) {
-                best = Some((slot, common_prefix(held.memory.subject(), subject)));
-                break;
-            }
-        }
-        let Some((slot, bytes)) = best else {
+        let strides = strides(context, subject);
+        (self.find_at(context, &strides, subject), strides)
+    }
+
+    /// The same with the strides at hand.
+    pub(super) fn find_at(&mut self, context: &Context, strides: &Strides, subject: &[u8]) -> Found {
+        let Some((slot, bytes)) = self.longest(context, strides, subject) else {
             self.stats.misses += 1;
-            return (Found::Nothing, strides);
+            return Found::Nothing;
         };
         self.stats.hits += 1;
         self.stats.hit_bytes += bytes as u64;
@@ -141,12 +220,25 @@ impl PrefixCache {
         let rest = held.as_ref().map_or(0, |held| held.memory.subject().len() - bytes);
         if rest <= REPLACED_BYTES_MAX.min(bytes) || rest <= bytes / 8 {
             if let Some(memory) = self.remove(slot) {
-                return (Found::Same { memory, bytes }, strides);
+                return Found::Same { memory, bytes };
             }
         } else if let Some(held) = held {
             held.used = true;
         }
-        (Found::Part { slot, bytes }, strides)
+        Found::Part { slot, bytes }
+    }
+
+    /// How many bytes of the prompt are remembered. Changes nothing.
+    pub(super) fn known(&self, context: &Context, strides: &Strides, subject: &[u8]) -> usize {
+        self.longest(context, strides, subject).map_or(0, |(_, bytes)| bytes)
+    }
+
+    fn longest(&self, context: &Context, strides: &Strides, subject: &[u8]) -> Option<(u32, usize)> {
+        strides.iter().rev().find_map(|hash| {
+            let slot = *self.index.get(hash)?;
+            let memory = &self.slots.get(slot as usize)?.as_ref()?.memory;
+            memory.context.is(context).then(|| (slot, common_prefix(memory.subject(), subject)))
+        })
     }
 
     /// The memory in a slot that was just found.
@@ -154,10 +246,29 @@ impl PrefixCache {
         self.slots.get(slot as usize)?.as_ref().map(|slot| &*slot.memory)
     }
 
+    /// Gives a memory up.
+    pub(super) fn discard(&mut self, memory: Box<Memory>) {
+        self.garbage.push(memory);
+    }
+
+    /// Memories that were given up and take long to drop, for someone who has the time. Those that nobody takes are dropped
+    /// when the next are collected.
+    pub fn take_garbage(&mut self) -> Option<impl Send + use<>> {
+        (!self.garbage.is_empty()).then(|| std::mem::take(&mut self.garbage))
+    }
+
+    /// Counts a prompt of which so many bytes have no keys, because no place to cut was found for too long.
+    pub(super) fn note_unbroken(&mut self, bytes: usize) {
+        self.stats.unbroken += 1;
+        self.stats.unbroken_bytes += bytes as u64;
+    }
+
     /// Remembers a prompt.
     pub(super) fn put(&mut self, memory: Box<Memory>, strides: Strides) {
+        self.garbage.clear();
         let bytes = memory.bytes() + strides.len() * 24;
         if bytes > self.bytes_max / LARGEST_PART {
+            self.garbage.push(memory);
             return;
         }
         while self.stats.bytes as usize + bytes > self.bytes_max && self.evict() {}
@@ -192,7 +303,8 @@ impl PrefixCache {
             match &mut self.slots[self.hand] {
                 Some(held) if held.used => held.used = false,
                 Some(_) => {
-                    self.remove(self.hand as u32);
+                    let dropped = self.remove(self.hand as u32);
+                    self.garbage.extend(dropped.filter(|memory| memory.messages.len() > DROPPED_MESSAGES_MAX));
                     self.stats.evictions += 1;
                     return true;
                 }
@@ -204,7 +316,8 @@ impl PrefixCache {
 }
 
 /// Hashes of the empty begin and of every further [`STRIDE`] bytes.
-fn strides(start: u64, subject: &[u8]) -> Strides {
+pub(super) fn strides(context: &Context, subject: &[u8]) -> Strides {
+    let start = context.hash();
     let mut hash = start;
     let chained = subject.chunks_exact(STRIDE).map(|chunk| {
         hash = xxh3::xxh3_64_with_seed(chunk, hash);

@@ -10,7 +10,7 @@ use super::frame::Frame;
 use super::memory::{Context, Memory, Start};
 use super::model::Model;
 use super::prefix_cache::{Found, PrefixCache, Strides};
-use super::regrow::{Grown, Growth};
+use super::regrow::{Expected, Grown, Growth};
 use super::request::Rendering;
 use super::template::Template;
 use super::tokenizer::Tokenizer;
@@ -24,6 +24,70 @@ pub(super) struct Chat<'r, 'b> {
     pub model: &'r Arc<Model>,
     pub template: &'r Template,
     pub rendering: Rendering<'r>,
+    /// Too large to be rendered whole here.
+    pub large: bool,
+}
+
+/// The memory of a chat, or what it will be made of.
+pub(super) enum Recalled {
+    /// With its text.
+    Ready(Box<Memory>),
+    /// The whole text has to be rendered elsewhere.
+    Growing(Growing),
+}
+
+/// A conversation whose text is not known yet.
+#[derive(Debug)]
+pub(super) struct Growing {
+    /// With the messages of the new conversation and the text of the old one.
+    pub memory: Box<Memory>,
+    pub frame: Arc<Frame>,
+    expected: Option<Expected>,
+}
+
+impl Growing {
+    /// The memory, once the text is known.
+    pub(super) fn finish(
+        self,
+        cache: &mut PrefixCache,
+        text: String,
+        model: &Arc<Model>,
+        template: &Template,
+    ) -> Box<Memory> {
+        let Growing { mut memory, expected, .. } = self;
+        if let Some(expected) = expected
+            && cache.trust.judge(model, template, &expected, &text)
+        {
+            memory.excerpt = Some(expected.excerpt);
+        }
+        memory.replace_text(text, model.tokenizer());
+        memory
+    }
+}
+
+/// The memory of a conversation that was read and rendered elsewhere.
+pub(super) fn made(
+    cache: &mut PrefixCache,
+    mut memory: Box<Memory>,
+    strides: &Strides,
+    tokenizer: &Tokenizer,
+) -> Box<Memory> {
+    if strides.is_empty() {
+        return memory;
+    }
+    match cache.find_at(&memory.context, strides, memory.raw.as_bytes()) {
+        Found::Same { memory: other, .. } => {
+            memory.learn(&other, tokenizer);
+            cache.discard(other);
+        }
+        Found::Part { slot, .. } => {
+            if let Some(other) = cache.at(slot) {
+                memory.learn(other, tokenizer);
+            }
+        }
+        Found::Nothing => {}
+    }
+    memory
 }
 
 /// The memory of a prompt given as text.
@@ -68,11 +132,11 @@ pub(super) fn chat(
     cache: &mut PrefixCache,
     context: Context,
     start: Start,
+    strides: &Strides,
     chat: Chat<'_, '_>,
-) -> Result<(Box<Memory>, Strides), MissReason> {
-    let (found, strides) = cache.find(&context, chat.raw.as_bytes());
-    let memory = match found {
-        Found::Same { memory, bytes } => grown(cache, memory, bytes, &chat)?,
+) -> Result<Recalled, MissReason> {
+    let memory = match cache.find_at(&context, strides, chat.raw.as_bytes()) {
+        Found::Same { memory, bytes } => return grown(cache, memory, bytes, &chat),
         Found::Part { slot, bytes } => {
             let mut memory = match cache.at(slot) {
                 Some(other) => Box::new(other.branch(bytes)),
@@ -90,7 +154,7 @@ pub(super) fn chat(
             memory
         }
     };
-    Ok((memory, strides))
+    Ok(Recalled::Ready(memory))
 }
 
 fn frame(memory: &mut Memory, chat: &Chat<'_, '_>) -> Result<Arc<Frame>, MissReason> {
@@ -117,7 +181,7 @@ fn grown(
     mut memory: Box<Memory>,
     bytes: usize,
     chat: &Chat<'_, '_>,
-) -> Result<Box<Memory>, MissReason> {
+) -> Result<Recalled, MissReason> {
     let same = chat.raw.floor_char_boundary(bytes);
     memory.raw.truncate(same);
     memory.raw.push_str(&chat.raw[same..]);
@@ -134,20 +198,17 @@ fn grown(
         messages: &memory.messages,
         shared,
         excerpt: memory.excerpt.take(),
+        large: chat.large,
     };
-    let kept = match growth.text(&mut cache.trust)? {
+    match growth.text(&mut cache.trust)? {
         Grown::Edit { keep, tail, excerpt } => {
             memory.text.truncate(keep);
             memory.text.push_str(&tail);
             memory.excerpt = Some(excerpt);
-            keep
+            memory.forget_beyond(keep, chat.model.tokenizer());
         }
-        Grown::Whole(text) => {
-            let same = super::memory::common_prefix(text.as_bytes(), memory.text.as_bytes());
-            memory.text = text;
-            same
-        }
-    };
-    memory.forget_beyond(kept, chat.model.tokenizer());
-    Ok(memory)
+        Grown::Whole(text) => memory.replace_text(text, chat.model.tokenizer()),
+        Grown::Unknown(expected) => return Ok(Recalled::Growing(Growing { memory, frame, expected })),
+    }
+    Ok(Recalled::Ready(memory))
 }

@@ -29,6 +29,10 @@ const SHAPES_MAX: usize = 1024;
 const TEMPLATES_MAX: usize = 32;
 /// Bytes before the parting that the old text and the old excerpt must share too.
 const SHARED_BYTES_MIN: usize = 16;
+/// Bytes of source that an excerpt may have: it is rendered in one go.
+const EXCERPT_BYTES_MAX: usize = 48 * 1024;
+/// Messages that it may have.
+const EXCERPT_MESSAGES_MAX: usize = 160;
 /// System messages at the begin that every excerpt has.
 const LEADING_MAX: usize = 2;
 
@@ -60,6 +64,27 @@ enum Verdict {
 }
 
 impl Trust {
+    /// Compares an edit with the whole render, and remembers how it came out.
+    pub(super) fn judge(
+        &mut self,
+        model: &Arc<Model>,
+        template: &Template,
+        expected: &Expected,
+        rendered: &str,
+    ) -> bool {
+        self.checked += 1;
+        let same = expected.text == rendered;
+        let record = self.record(model, template);
+        if same {
+            *record.shapes.entry(expected.shape).or_default() += 1;
+        } else {
+            tracing::debug!("a chat template's text depends on more than near messages: it is always rendered whole");
+            record.refused = true;
+            self.differences += 1;
+        }
+        same
+    }
+
     fn record(&mut self, model: &Arc<Model>, template: &Template) -> &mut Record {
         let key = (Arc::as_ptr(model) as usize, std::ptr::from_ref(template) as usize);
         if self.templates.len() >= TEMPLATES_MAX && !self.templates.contains_key(&key) {
@@ -96,6 +121,8 @@ pub(super) struct Growth<'a> {
     pub shared: usize,
     /// The excerpt rendered last time.
     pub excerpt: Option<Excerpt>,
+    /// The whole is too large to be rendered here.
+    pub large: bool,
 }
 
 /// The text of a conversation.
@@ -104,6 +131,16 @@ pub(super) enum Grown {
     Edit { keep: usize, tail: String, excerpt: Excerpt },
     /// All of it.
     Whole(String),
+    /// It must be rendered elsewhere, and may be compared with what is expected.
+    Unknown(Option<Expected>),
+}
+
+/// A text made by an edit, before it is compared with the whole render.
+#[derive(Debug)]
+pub(super) struct Expected {
+    pub text: String,
+    pub excerpt: Excerpt,
+    shape: u64,
 }
 
 impl Growth<'_> {
@@ -112,31 +149,34 @@ impl Growth<'_> {
     /// # Errors
     /// As [`Frame::render`].
     pub(super) fn text(self, trust: &mut Trust) -> Result<Grown, MissReason> {
-        let whole = || self.frame.render(self.messages, self.template);
+        let large = self.large;
+        let whole = || {
+            if large {
+                Ok(Grown::Unknown(None))
+            } else {
+                self.frame.render(self.messages, self.template).map(Grown::Whole)
+            }
+        };
         let Some(chosen) = self.chosen().filter(|_| self.frame.is_plain(self.messages, self.template)) else {
-            return whole().map(Grown::Whole);
+            return whole();
         };
         let record = trust.record(self.model, self.template);
         let shape = self.shape(&chosen);
         let verdict = record.verdict(shape);
         if verdict == Verdict::Refused {
-            return whole().map(Grown::Whole);
+            return whole();
         }
-        let Some((keep, tail, excerpt)) = self.edit(chosen) else { return whole().map(Grown::Whole) };
+        let Some((keep, tail, excerpt)) = self.edit(chosen) else { return whole() };
         if verdict == Verdict::Check {
-            let text = whole()?;
-            trust.checked += 1;
-            let same = text.len() == keep + tail.len() && text.starts_with(&self.text[..keep]) && text.ends_with(&tail);
-            let record = trust.record(self.model, self.template);
-            if !same {
-                tracing::debug!(
-                    "a chat template's text depends on more than near messages: it is always rendered whole"
-                );
-                record.refused = true;
-                trust.differences += 1;
-                return Ok(Grown::Whole(text));
+            let text = self.text[..keep].to_owned() + &tail;
+            if large {
+                return Ok(Grown::Unknown(Some(Expected { text, excerpt, shape })));
             }
-            *record.shapes.entry(shape).or_default() += 1;
+            let rendered = self.frame.render(self.messages, self.template)?;
+            let expected = Expected { text, excerpt: excerpt.clone(), shape };
+            if !trust.judge(self.model, self.template, &expected, &rendered) {
+                return Ok(Grown::Whole(rendered));
+            }
         }
         trust.regrown += 1;
         Ok(Grown::Edit { keep, tail, excerpt })
@@ -163,6 +203,11 @@ impl Growth<'_> {
         let total = shared.last()?.end;
         let chosen: Vec<u32> = chosen.map(|place| place as u32).collect();
         let excerpt: usize = chosen.iter().map(|place| bytes(*place as usize)).sum();
+        let ends = [self.dropped, self.added()].map(|end| end.last().map_or(0, |last| last.end.saturating_sub(total)));
+        let messages = chosen.len() + self.dropped.len().max(self.added().len());
+        if excerpt + ends[0].max(ends[1]) > EXCERPT_BYTES_MAX || messages > EXCERPT_MESSAGES_MAX {
+            return None;
+        }
         (chosen.len() * 2 <= shared.len() && excerpt * 2 <= total || chosen.len() * 4 <= shared.len()).then_some(chosen)
     }
 

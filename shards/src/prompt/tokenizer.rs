@@ -354,4 +354,4 @@ const CORPUS: &str = "The gateway reads a prompt, cuts it where nothing can reac
 
 #[cfg(test)]
 #[path = "tokenizer_tests.rs"]
-mod tests;
+pub(super) mod tests;

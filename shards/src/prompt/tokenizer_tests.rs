@@ -6,7 +6,7 @@ use sha2::{Digest, Sha256};
 use super::*;
 use crate::prompt::outside_data::{self, Random};
 
-const SLUGS: [&str; 7] = [
+pub(in crate::prompt) const SLUGS: [&str; 7] = [
     "Qwen__Qwen3-0.6B",
     "meta-llama__Llama-3-8B",
     "meta-llama__Llama-3.1-8B-Instruct",
@@ -15,6 +15,15 @@ const SLUGS: [&str; 7] = [
     "google__gemma-3-4b-it",
     "qwen3-mini-8k",
 ];
+
+/// Some of the added tokens that texts are cut at.
+pub(in crate::prompt) fn cut_tokens(tokenizer: &Tokenizer) -> Vec<String> {
+    let mut tokens: Vec<String> = tokenizer.cuts.tokens.iter().map(|t| t.to_string()).collect();
+    // The set has no order, and a seed must repeat a run.
+    tokens.sort_unstable();
+    tokens.truncate(60);
+    tokens
+}
 
 fn load(test: &str, slug: &str) -> Option<Tokenizer> {
     let dir = outside_data::tokenizer(test, slug)?;

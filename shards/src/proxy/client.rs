@@ -22,7 +22,7 @@ use crate::limits::Limits;
 /// Bytes of pipelined requests that are kept while an answer is under way; beyond them the client is not read.
 const READ_AHEAD_MAX: usize = 64 * 1024;
 /// Most room made at once for a body that was announced and has not come.
-const BODY_ROOM_MAX: usize = 1024 * 1024;
+const BODY_ROOM_MAX: usize = 256 * 1024;
 /// Largest decoded chunked body, bytes, whatever the configured limit: its length must fit in the line that announced
 /// the chunks.
 const CHUNKED_BYTES_MAX: usize = 999_999_999;

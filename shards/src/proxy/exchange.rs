@@ -44,6 +44,12 @@ pub enum Next {
 pub async fn exchange(proxy: &Proxy, client: &mut Client, request: Request, listen: SocketAddr) -> Next {
     let routes = proxy.routes();
     let view = RequestView::new(&request.head, &request.bytes);
+    if routes.asks_body(listen, &request.head)
+        && let Err(interrupt) = client.guard(None, view.look_through(&proxy.ticket)).await
+    {
+        tracing::debug!(?interrupt, "a client left before its request was read");
+        return Next::Close;
+    }
     let refusal = if request.head.upgrade {
         Refusal::NotImplemented("this gateway does not switch protocols".into())
     } else {

@@ -29,11 +29,11 @@ use std::sync::Arc;
 
 use monoio::net::TcpStream;
 
-use crate::executor::{Ticket, breathe, turn};
+use crate::executor::{Aside, Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
 use crate::load::LoadTable;
-use crate::prompt::PrefixCache;
+use crate::prompt::{PrefixCache, PrefixStats};
 use crate::service::Tables;
 
 pub use client::is_ours;
@@ -55,14 +55,15 @@ pub struct Proxy {
     buffers: Buffers,
     ticket: Ticket,
     prefixes: RefCell<PrefixCache>,
+    aside: Option<Aside>,
     asked: Rc<asked::Asked>,
     draining: Cell<bool>,
 }
 
 impl Proxy {
-    /// A proxy without rules.
+    /// A proxy without rules. What is too large to be done in slices it does aside, or, without such a thread, in one go.
     #[must_use]
-    pub fn new(id: ShardId, limits: Limits, loads: Arc<LoadTable>) -> Self {
+    pub fn new(id: ShardId, limits: Limits, loads: Arc<LoadTable>, aside: Option<Aside>) -> Self {
         let prefixes = RefCell::new(PrefixCache::new(limits.prompt_cache_bytes));
         Proxy {
             id,
@@ -74,6 +75,7 @@ impl Proxy {
             buffers: Buffers::default(),
             ticket: Ticket::new(),
             prefixes,
+            aside,
             asked: Rc::default(),
             draining: Cell::new(false),
         }
@@ -116,6 +118,12 @@ impl Proxy {
     #[must_use]
     pub fn connections(&self) -> usize {
         self.connections.count()
+    }
+
+    /// What is remembered of prompts, and what came of it.
+    #[must_use]
+    pub fn prompt_stats(&self) -> PrefixStats {
+        self.prefixes.borrow().stats()
     }
 
     /// From now on idle connections are closed and the others after an answer that says so: the one they are at, or, if

@@ -9,10 +9,11 @@ use std::sync::Arc;
 
 use super::models::ModelsCache;
 use super::upstream::{Pool, Pools};
+use crate::executor::Ticket;
 use crate::http::RequestHead;
 use crate::ids::{ServiceId, ShardId};
 use crate::inventory::Reader;
-use crate::prompt::{BodyView, ModelTable};
+use crate::prompt::{BodyScan, BodyView, ModelTable};
 use crate::route::Turn;
 use crate::service::{PathMatch, Service, Tables};
 
@@ -29,6 +30,9 @@ pub struct LocalService {
     /// The union of the endpoints' model lists, for a moment.
     pub models: ModelsCache,
 }
+
+/// Bytes of a body looked through in one slice: some ten microseconds.
+const SCAN_BYTES: usize = 32 * 1024;
 
 /// The tables of a shard; a request keeps the ones it began with.
 pub struct Routes {
@@ -75,6 +79,24 @@ impl<'a> RequestView<'a> {
     #[must_use]
     pub fn body(&self) -> Option<&BodyView<'a>> {
         self.body.get_or_init(|| BodyView::parse(self.body_bytes())).as_ref()
+    }
+
+    /// Looks through the body in slices that give way, so that [`RequestView::body`] has it at hand afterwards.
+    pub async fn look_through(&self, ticket: &Ticket) {
+        if self.body.get().is_some() || self.body_bytes().len() <= SCAN_BYTES {
+            return;
+        }
+        let ticket = ticket.take().await;
+        let mut scan = BodyScan::new(self.body_bytes());
+        let view = loop {
+            match scan.step(SCAN_BYTES) {
+                Some(true) => break Some(scan.into_view()),
+                Some(false) => ticket.breathe().await,
+                None => break None,
+            }
+        };
+        // Nobody else looks: the view belongs to one task.
+        let _first = self.body.set(view);
     }
 
     /// The model that chooses the rule: `X-Model`, else the body's `model`.
@@ -135,6 +157,13 @@ impl Routes {
     /// All services.
     pub fn services(&self) -> impl Iterator<Item = &Rc<LocalService>> {
         self.by_address.values().flatten()
+    }
+
+    /// Whether choosing the service at `listen` hangs on the body of such a request.
+    #[must_use]
+    pub fn asks_body(&self, listen: SocketAddr, head: &RequestHead) -> bool {
+        let asks = |services: &Vec<Rc<LocalService>>| services.iter().any(|local| local.service.model.is_some());
+        head.model.is_none() && self.by_address.get(&listen).is_some_and(asks)
     }
 
     /// Chooses the service for a request that came in at `listen`.

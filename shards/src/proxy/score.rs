@@ -7,10 +7,13 @@ use std::sync::Arc;
 
 use crate::block::Contract;
 use crate::block::vllm::Tagging;
+use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
 use crate::ids::{BlockKey, EndpointIndex};
 use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
-use crate::prompt::{Api, BodyView, Job, Keying, Model, ModelTable, PrefixCache, Question, Rendering, Step};
+use crate::prompt::{
+    Api, Begun, BodyView, Glimpse, Job, Keying, Model, ModelTable, Pending, PrefixCache, Question, Rendering, Step,
+};
 use crate::route::Evidence;
 use crate::service::{Engine, EngineRender, KvExact, MissReason, Service};
 use crate::usage::{Statement, Usage};
@@ -120,14 +123,52 @@ impl Score {
     }
 }
 
+/// What a shard keeps for the prompts of all its requests.
+#[derive(Clone, Copy)]
+struct Means<'a> {
+    /// What it remembers of prompts.
+    pub prefixes: &'a RefCell<PrefixCache>,
+    /// The right to do long work.
+    pub ticket: &'a Ticket,
+    /// The thread for work that cannot be sliced; without one it is done here.
+    pub aside: Option<&'a Aside>,
+}
+
+/// Bytes of a request whose prompt is a slice or two: it does not stand in line behind long ones.
+const SMALL_BYTES: usize = 32 * 1024;
+
+/// How a prompt's work goes along with that of others: with the ticket, or, if it is small, between their slices.
+struct Pace(Option<TicketGuard>);
+
+impl Pace {
+    async fn of(request: &RequestView<'_>, ticket: &Ticket) -> Self {
+        if request.bytes.len() <= SMALL_BYTES {
+            breathe().await;
+            return Pace(None);
+        }
+        Pace(Some(ticket.take().await))
+    }
+
+    async fn take(&mut self, ticket: &Ticket) {
+        self.0 = Some(ticket.take().await);
+    }
+
+    async fn breathe(&self) {
+        match &self.0 {
+            Some(ticket) => ticket.breathe().await,
+            None => breathe().await,
+        }
+    }
+}
+
 /// Scores the request's prompt, giving way between slices. Dropping it stops the work.
 pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, request: &RequestView<'_>) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
-    let mut ticket = proxy.ticket.take().await;
-    // The whole body is looked through here, the whole chat rendered below; each is a slice of its own.
+    let means = Means { prefixes: &proxy.prefixes, ticket: &proxy.ticket, aside: proxy.aside.as_ref() };
+    request.look_through(means.ticket).await;
+    let mut ticket = Pace::of(request, means.ticket).await;
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
-    ticket.breathe().await;
     let prompt = match Prompt::of(api, &local.service, kv, models, body, request) {
         Ok(prompt) => prompt,
         Err(reason) => return Score::Miss(reason),
@@ -138,17 +179,30 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
     let begun = if others_hold {
         prompt.begin(&mut PrefixCache::new(0))
     } else {
-        prompt.begin(&mut proxy.prefixes.borrow_mut())
+        prompt.begin(&mut means.prefixes.borrow_mut())
+    };
+    let made = match begun {
+        Ok(Begun::Job(job)) => Ok(job),
+        Ok(Begun::Pending(pending)) => {
+            if !others_hold
+                && let Some(glimpse) = pending.glimpse()
+                && let Some(score) = of_glimpse(glimpse, reader, &ticket, means).await
+            {
+                return score;
+            }
+            prepare(pending, others_hold, &mut ticket, means).await
+        }
+        Err(reason) => Err(reason),
     };
     let list;
-    let begun = match begun.map_err(|reason| (reason, prompt.question(kv, reason))) {
+    let begun = match made.map_err(|reason| (reason, prompt.question(kv, reason))) {
         Ok(job) => Ok(job),
         Err((reason, None)) => Err(reason),
         Err((reason, Some(question))) => {
             // The engine is waited for without the right to work.
-            drop(ticket);
+            ticket = Pace(None);
             let told = proxy.asked.ids(local, request, question).await;
-            ticket = proxy.ticket.take().await;
+            ticket.take(means.ticket).await;
             match told {
                 Some(told) => {
                     list = told;
@@ -165,12 +219,67 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
     ticket.breathe().await;
     let others = if others_hold { other_walks(&mut job, reader, kv, &forms) } else { Vec::new() };
     let own = InSpace::new(SpaceIndex::OWN, None);
-    let mut work = Work { job: Some(job), own, others, prefixes: &proxy.prefixes };
+    let mut work = Work { job: Some(job), own, others, means };
     loop {
         match work.slice(reader) {
+            Ok(None) if work.is_long_next() => turn().await,
             Ok(None) => ticket.breathe().await,
             Ok(Some(score)) => return score,
             Err(reason) => return Score::Miss(reason),
+        }
+    }
+}
+
+/// Has a large prompt read or rendered elsewhere, while others have the ticket.
+async fn prepare<'a>(
+    mut pending: Pending<'_, 'a>,
+    others_hold: bool,
+    ticket: &mut Pace,
+    means: Means<'_>,
+) -> Result<Job<'a>, MissReason> {
+    while !pending.step() {
+        ticket.breathe().await;
+    }
+    let task = pending.task();
+    *ticket = Pace(None);
+    let prepared = match means.aside {
+        Some(aside) => aside.run(|| task.run()).await.map_err(|_| MissReason::Busy).flatten(),
+        None => task.run(),
+    };
+    ticket.take(means.ticket).await;
+    if others_hold {
+        pending.finish(prepared?, &mut PrefixCache::new(0))
+    } else {
+        pending.finish(prepared?, &mut means.prefixes.borrow_mut())
+    }
+}
+
+/// Blocks before the end of a glimpse from which on it does not tell where a run ends.
+const GLIMPSE_MARGIN: usize = 8;
+
+/// The score of a large prompt whose begin shows that nobody holds more of it; none where the whole must be looked at.
+async fn of_glimpse(glimpse: Glimpse<'_>, reader: &Reader, ticket: &Pace, means: Means<'_>) -> Option<Score> {
+    let Glimpse { job, certain, part } = glimpse;
+    let own = InSpace::new(SpaceIndex::OWN, None);
+    let mut work = Work { job: Some(job), own, others: Vec::new(), means };
+    ticket.breathe().await;
+    loop {
+        match work.slice(reader) {
+            Ok(None) if work.is_long_next() => turn().await,
+            Ok(None) => ticket.breathe().await,
+            Ok(Some(Score::Runs { prompt_tokens, runs, mut keys })) => {
+                let held = runs.iter().map(|run| run.blocks as usize).max().unwrap_or(0);
+                if keys.own.is_empty() || (held > 0 && held + GLIMPSE_MARGIN > keys.own.len()) {
+                    return None;
+                }
+                if !certain {
+                    // Nothing may be expected of engines on its strength.
+                    keys.own.clear();
+                }
+                let prompt_tokens = (prompt_tokens as f64 * part) as u64;
+                return Some(Score::Runs { prompt_tokens, runs, keys });
+            }
+            Ok(Some(_)) | Err(_) => return None,
         }
     }
 }
@@ -206,8 +315,8 @@ impl<'a> Prompt<'a> {
         Ok(Prompt { api, body, model, rendering, keying })
     }
 
-    fn begin(&self, prefixes: &mut PrefixCache) -> Result<Job<'a>, MissReason> {
-        Job::of_view(self.api, self.body, self.model, self.rendering, self.keying, prefixes)
+    fn begin(&self, prefixes: &mut PrefixCache) -> Result<Begun<'a, 'a>, MissReason> {
+        Job::begin(self.api, self.body, self.model, self.rendering, self.keying, prefixes)
     }
 
     /// Begins with the ids that an engine made.
@@ -315,18 +424,28 @@ struct Work<'a> {
     job: Option<Job<'a>>,
     own: InSpace,
     others: Vec<InSpace>,
-    prefixes: &'a RefCell<PrefixCache>,
+    means: Means<'a>,
 }
 
 impl Drop for Work<'_> {
     fn drop(&mut self) {
         if let Some(job) = self.job.take() {
-            job.remember(&mut self.prefixes.borrow_mut());
+            let mut prefixes = self.means.prefixes.borrow_mut();
+            job.remember(&mut prefixes);
+            if let Some(aside) = self.means.aside
+                && let Some(garbage) = prefixes.take_garbage()
+            {
+                aside.discard(garbage);
+            }
         }
     }
 }
 
 impl Work<'_> {
+    fn is_long_next(&self) -> bool {
+        self.job.as_ref().is_some_and(Job::is_long_next)
+    }
+
     /// One slice: some keys, and how far the holders go along with them. The inventory is not held beyond it.
     fn slice(&mut self, reader: &Reader) -> Result<Option<Score>, MissReason> {
         let Some(job) = &mut self.job else { return Err(MissReason::Hashes) };

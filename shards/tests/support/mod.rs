@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use shards::executor::Rung;
+use shards::executor::{Aside, Rung};
 use shards::ids::{EndpointIndex, ServiceId, ShardId};
 use shards::limits::Limits;
 use shards::load::{LoadSlot, LoadTable};
@@ -78,6 +78,7 @@ impl Gateway {
             first_rung: rung,
             limits,
             loads: Arc::clone(&loads),
+            aside: Some(Aside::start().expect("a thread")),
         })
         .expect("the shard starts");
         let services: Vec<Arc<Service>> = services(address).into_iter().map(Arc::new).collect();

@@ -518,11 +518,11 @@ impl Fleet {
         let mut prompt = prompt(&mut self.chance, true);
         let endpoint = self.chance.below(self.endpoints.len());
         let line = self.chance.of(&self.endpoints[endpoint].1);
-        if let Some((_, held)) = line.process.device.keys().max() {
-            if prompt.choices[0] % 2 == 0 {
-                prompt = held.clone();
-                prompt.choices.push(0);
-            }
+        if let Some((_, held)) = line.process.device.keys().max()
+            && prompt.choices[0].is_multiple_of(2)
+        {
+            prompt = held.clone();
+            prompt.choices.push(0);
         }
         prompt
     }

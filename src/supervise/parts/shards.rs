@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use shards::executor::Rung;
+use shards::executor::{Aside, Rung};
 use shards::ids::ShardId;
 use shards::limits::Limits;
 use shards::load::LoadTable;
@@ -82,6 +82,8 @@ pub(crate) struct Shards {
     limits: Limits,
     loads: Arc<LoadTable>,
     backlog: u32,
+    /// Does for all shards what cannot be sliced; on the control core.
+    aside: Aside,
 }
 
 #[derive(Debug)]
@@ -101,6 +103,7 @@ impl Shards {
             limits: config.limits.clone(),
             loads: Arc::clone(loads),
             backlog: config.listen_backlog,
+            aside: Aside::start().map_err(PartError::AsideStart)?,
         };
         for (number, core) in plan.shards.iter().enumerate() {
             let id = ShardId(u16::try_from(number).expect("a plan has at most 1,024 shards"));
@@ -118,6 +121,7 @@ impl Shards {
             first_rung: Rung::DeferTaskrun,
             limits: self.limits.clone(),
             loads: Arc::clone(&self.loads),
+            aside: Some(self.aside.clone()),
         };
         Ok(shard::spawn(options)?)
     }
