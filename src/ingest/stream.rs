@@ -309,8 +309,7 @@ impl Stream {
             return self.accept(seq, payload, act);
         };
         // Without an answer to be had, numbers alone decide.
-        let refused = self.giving_up && self.barren < FRUITLESS_MAX;
-        let stale = self.has_replay && !refused && Print::of(payload).is_older(print);
+        let stale = self.is_answered() && Print::of(payload).is_older(print);
         if last.checked_add(1) == Some(seq) && !stale {
             self.prove(act);
             self.accept(seq, payload, act);
@@ -322,11 +321,14 @@ impl Stream {
             self.live = before;
         } else if seq > last {
             self.gap(seq, Some(last), payload, act);
-        } else if self.replayed.is_some_and(|to| seq <= to) && before.is_none_or(|before| seq > before) {
+        } else if self.replayed.is_some_and(|to| seq <= to)
+            && before.is_none_or(|before| seq >= before)
+            && !print.is_older(Print::of(payload))
+        {
             // The replay was ahead of the live stream, which now brings the same batch.
         } else {
             self.restarted(act);
-            if seq > 0 && self.may_replay() {
+            if seq > 0 && self.is_answered() {
                 self.request(None, Request::FIRST, act);
                 self.hold(seq, payload);
             } else {
@@ -471,7 +473,13 @@ impl Stream {
     }
 
     fn may_replay(&self) -> bool {
-        self.has_replay && !self.giving_up && self.phase != Phase::Down
+        self.is_answered() && !self.giving_up
+    }
+
+    /// There is a replay address, and no request has just failed there; that the last ones brought nothing is no failure.
+    fn is_answered(&self) -> bool {
+        let failed = self.giving_up && self.barren < FRUITLESS_MAX;
+        self.has_replay && !failed && self.phase != Phase::Down
     }
 
     fn request(&mut self, from: Option<u64>, request: Request, act: &mut impl FnMut(Action<'_>)) {

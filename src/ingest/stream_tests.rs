@@ -279,6 +279,7 @@ fn what_a_process_that_is_gone_left_under_way_is_not_taken_for_its_successor_s()
         stream.connected(&mut act);
         stream.live(leftover, &batch(1.0, "x"), &mut act);
         stream.live(1, &batch(3.0, "b"), &mut act);
+        stream.live(1, &batch(3.0, "b"), &mut act);
         stream.replayed(0, &batch(2.0, "a"), &mut act);
         for _ in 0..3 {
             stream.replayed(1, &batch(3.0, "b"), &mut act);

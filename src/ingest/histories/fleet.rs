@@ -567,7 +567,9 @@ impl Fleet {
         };
         let least = match line.replay {
             _ if self.bounded || (prompt.salt > 0 && !found) => 0,
-            _ if manner.secret && !manner.tells_salts() && (verdict != Verdict::Derived || block != RULE_BLOCK) => 0,
+            // Who says nothing of salts is judged by its third first block, and what was believed before it is kept.
+            _ if manner.secret && !manner.tells_salts() && (verdict != Verdict::Derived || line.changed) => 0,
+            _ if manner.secret && !manner.tells_salts() && block != RULE_BLOCK => 0,
             Replay::Full => most,
             Replay::Poor => 0,
             Replay::None if manner.exact && verdict == Verdict::Exact => held(&line.heard.told),
