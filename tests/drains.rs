@@ -96,6 +96,25 @@ fn a_drain_is_shown_and_doctor_takes_nothing_from_it() {
 }
 
 #[test]
+fn drained_blocks_of_another_size_are_named_with_both_numbers() {
+    let engine = EngineProcess::start("--time-scale 0 --kind trtllm --block-size 32");
+    let tokenizers = fleet::tokenizers();
+    let site = Site::start(&engine, &tokenizers);
+    let mut number = 0;
+    let fault = wait_for("it is named", || {
+        site.ask(number);
+        number += 1;
+        let endpoint = site.gateway.api("/config/ai/kv/parity").json()["endpoints"][0].clone();
+        (endpoint["faults"] == json!(["block_size"])).then(|| endpoint["details"][0].clone())
+    });
+    let detail = fault["detail"].as_str().unwrap_or_default();
+    assert!(detail.contains("have 32 tokens") && detail.contains("kvBlockSize is 16"), "{detail}");
+    let labels = [("leg", "block_size"), ("ep_idx", "0")];
+    assert_eq!(site.gateway.metric("kvlane_parity_endpoint_fault", &labels), Some(1.0));
+    Diagnosis::of(&["--url", &site.gateway.url()]).only("endpoint", &["block_size", "set kvBlockSize to 32"]);
+}
+
+#[test]
 fn a_second_drainer_is_detected_within_five_seconds_and_named() {
     let engine = EngineProcess::start("--time-scale 0 --kind trtllm");
     let tokenizers = fleet::tokenizers();

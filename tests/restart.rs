@@ -267,6 +267,23 @@ fn a_damaged_file_is_told_and_costs_no_more_than_itself() {
 }
 
 #[test]
+fn what_is_no_file_is_moved_aside_and_holds_nobody_up() {
+    let mut fleet = Fleet::start("", false);
+    fleet.warm(0..2);
+    fleet.end(End::Told);
+    for file in fleet.files() {
+        std::fs::remove_file(&file).expect("writable");
+        let made = std::process::Command::new("mkfifo").arg(&file).status().expect("a program of every system");
+        assert!(made.success());
+    }
+    fleet.start_gateway();
+    assert_eq!(fleet.of_both("started"), ["cold", "cold"]);
+    assert!(fleet.log_says("it is no file"));
+    fleet.end(End::Told);
+    assert!(fleet.files().iter().any(|file| file.is_file()), "the next one has its place");
+}
+
+#[test]
 fn with_neither_file_nor_replay_blocks_are_taken_in_as_usage_reports_them() {
     let mut fleet = Fleet::start("", false);
     fleet.warm(0..8);

@@ -441,8 +441,7 @@ impl VllmRule<'_> {
         if seed != self.seed {
             faults.push(Leg::Seed);
             detail = format!(
-                "the engine's seed is {seed:?}, the rule's {:?}: set kvNoneHashSeed to the engine's PYTHONHASHSEED",
-                self.seed
+                "the engine's seed is {seed:?}, the rule has another: set kvNoneHashSeed to the engine's PYTHONHASHSEED"
             );
         }
         if algorithm != self.algorithm && self.given {

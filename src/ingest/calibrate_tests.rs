@@ -65,7 +65,7 @@ fn the_leg_at_fault_is_named_and_our_own_keys_serve_meanwhile() {
         assert_eq!(finding.faults, faults, "{finding}");
         words.iter().for_each(|word| assert!(finding.detail.contains(word), "{word:?} in {finding}"));
     };
-    check(key(Sha256Cbor, "42", 16), 16, &[Leg::Seed], &["\"42\"", "\"0\"", "kvNoneHashSeed"]);
+    check(key(Sha256Cbor, "42", 16), 16, &[Leg::Seed], &["\"42\"", "kvNoneHashSeed"]);
     check(key(Sha256Cbor, FIXED_SEED, 16), 16, &[Leg::Seed], &[FIXED_SEED]);
     check(key(Sha256Cbor, "a text that nobody guesses", 16), 16, &[Leg::Seed], &["random"]);
     check(key(XxhashCbor, "0", 16), 16, &[Leg::Algorithm], &["xxhash_cbor", "sha256_cbor"]);

@@ -135,6 +135,14 @@ impl ByUse {
         self.evicted.clear();
     }
 
+    /// What the endpoint announces is not all that it stores: nothing is judged, and what was judged meant nothing.
+    pub(crate) fn suspend(&mut self, stats: &UseStats) {
+        self.forget();
+        (self.misses, self.firsts) = Default::default();
+        stats.alarm.store(0, Ordering::Relaxed);
+        stats.last_missed.store(0, Ordering::Relaxed);
+    }
+
     /// The endpoint announced the first block of some prompt.
     pub(crate) fn first_block(&mut self) {
         self.firsts = self.firsts.saturating_add(1);

@@ -14,7 +14,7 @@ use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
 
 use crate::discovery::{Access, Found, Key};
-use crate::ingest::StreamStatus;
+use crate::ingest::{DrainStatus, StreamStatus};
 use crate::models::names::{NameLeg, Names, Staged};
 use crate::models::{ModelState, ModelStatus};
 use crate::rules::compile::Place;
@@ -36,6 +36,8 @@ pub enum EndpointLeg {
     Silent,
     /// It refuses the gateway's own calls.
     Access,
+    /// The blocks it tells of when drained are not of the rule's size.
+    BlockSize,
 }
 
 impl EndpointLeg {
@@ -47,6 +49,7 @@ impl EndpointLeg {
             EndpointLeg::TokenizerFiles => "tokenizer_files",
             EndpointLeg::Silent => "silent",
             EndpointLeg::Access => "access",
+            EndpointLeg::BlockSize => "block_size",
         }
     }
 }
@@ -86,6 +89,7 @@ pub(super) async fn watch_all(control: Control) {
         tick.tick().await;
         let view = control.view();
         let (streams, models) = (by_endpoint(control.ingest.streams()), control.models.status());
+        let drains = control.ingest.drains();
         let mut all = BTreeMap::new();
         let mut present = Vec::new();
         for entry in view.entries.iter().filter(|entry| entry.rule.kv.is_some()) {
@@ -96,6 +100,8 @@ pub(super) async fn watch_all(control: Control) {
                 let mut findings = Vec::new();
                 findings.extend(access(entry, &found));
                 findings.extend(model(&control, entry, &found, &models));
+                findings
+                    .extend(drains.iter().find(|drain| is_of(drain, key)).and_then(|drain| block_size(entry, drain)));
                 findings.extend(silence(&mut watches, key, entry, place, streams.get(&key).map_or(&[], Vec::as_slice)));
                 if !findings.is_empty() {
                     all.insert(key, findings);
@@ -114,6 +120,21 @@ fn by_endpoint(streams: Vec<StreamStatus>) -> HashMap<Key, Vec<StreamStatus>> {
         map.entry((stream.name.service, stream.name.endpoint)).or_default().push(stream);
     }
     map
+}
+
+fn is_of(drain: &DrainStatus, key: Key) -> bool {
+    (drain.name.service, drain.name.endpoint) == key
+}
+
+/// A drained engine's blocks of another size match no prompt.
+fn block_size(entry: &Entry, drain: &DrainStatus) -> Option<EndpointFinding> {
+    let engine = drain.engine_block_tokens.filter(|_| drain.blocks_stored == 0)?;
+    let rule = entry.rule.kv.as_ref()?.block_tokens;
+    let detail = format!(
+        "its blocks have {engine} tokens, and kvBlockSize is {rule}: set kvBlockSize to {engine}; until then none of \
+         them matches a prompt, and it is served by sel"
+    );
+    Some(EndpointFinding { leg: EndpointLeg::BlockSize, detail })
 }
 
 fn access(entry: &Entry, found: &Found) -> Option<EndpointFinding> {
@@ -159,6 +180,7 @@ fn silence(
         connected: streams.iter().all(|stream| stream.connected),
         batches: streams.iter().map(|stream| stream.batches).sum(),
         missed: first.by_use.missed,
+        fulfilled: first.by_use.fulfilled,
         requests,
     };
     let now = Instant::now();

@@ -22,6 +22,8 @@ pub(super) struct Seen {
     pub(super) batches: u64,
     /// Prompts whose predicted blocks were not announced.
     pub(super) missed: u64,
+    /// Prompts whose predicted blocks it had.
+    pub(super) fulfilled: u64,
     /// Requests sent there.
     pub(super) requests: u64,
 }
@@ -60,6 +62,8 @@ impl Watch {
         }
         match seen.connected {
             false if seen.requests - self.then.requests >= BUSY_MIN => Some(Silent::Unconnected),
+            // Who announced other blocks than predicted, and never those, is not silent: the predictions are wrong.
+            true if seen.batches > 0 && seen.fulfilled == 0 => None,
             true if seen.missed - self.then.missed >= BUSY_MIN => Some(Silent::Unannounced),
             _ => None,
         }
@@ -86,6 +90,17 @@ mod tests {
         assert_eq!(watch.observe(start + at(7), seen), None);
         seen.requests += 1_000;
         assert_eq!(watch.observe(start + at(60), seen), None, "prompts it holds are announced to nobody");
+    }
+
+    #[test]
+    fn an_engine_whose_blocks_are_never_those_predicted_is_not_called_silent() {
+        let start = Instant::now();
+        let mut seen = Seen { connected: true, batches: 9, missed: 9, requests: 9, ..Seen::default() };
+        let mut watch = Watch::new(start, seen);
+        (seen.missed, seen.requests) = (9 + BUSY_MIN, 9 + BUSY_MIN);
+        assert_eq!(watch.observe(start + at(60), seen), None, "repeated prompts are announced to nobody");
+        seen.fulfilled = 1;
+        assert_eq!(watch.observe(start + at(61), seen), Some(Silent::Unannounced));
     }
 
     #[test]

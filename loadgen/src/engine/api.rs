@@ -297,7 +297,7 @@ fn chat_ids(body: &Map<String, Value>, options: &EngineOptions, text: &ModelText
     variables.insert("messages".to_owned(), Value::Array(messages));
     variables.insert("add_generation_prompt".to_owned(), json!(flag(body, "add_generation_prompt", true)?));
     if let Some(Value::Array(tools)) = body.get("tools") {
-        variables.insert("tools".to_owned(), tools.iter().map(tool).collect());
+        variables.insert("tools".to_owned(), tools.iter().map(|one| tool(one, options.kind)).collect());
     }
     if let Some(documents @ Value::Array(_)) = body.get("documents") {
         variables.insert("documents".to_owned(), documents.clone());
@@ -347,9 +347,12 @@ fn text_part(part: &Value) -> Result<String, Refusal> {
     }
 }
 
-/// A tool with the members vLLM's model has, in its order.
-fn tool(tool: &Value) -> Value {
+/// A tool with the members that the engine's model of it has, in its order.
+fn tool(tool: &Value, kind: EngineKind) -> Value {
     let function = &tool["function"];
+    if kind == EngineKind::Sglang {
+        return sglang_tool(tool, function);
+    }
     let mut members = Map::new();
     for name in ["name", "description", "parameters"] {
         members.insert(name.to_owned(), function[name].clone());
@@ -358,6 +361,17 @@ fn tool(tool: &Value) -> Value {
         members.insert("strict".to_owned(), function["strict"].clone());
     }
     json!({"type": tool.get("type").unwrap_or(&json!("function")), "function": members})
+}
+
+/// SGLang 0.5.23 keeps the client's order, and says null of what is not there.
+fn sglang_tool(tool: &Value, function: &Value) -> Value {
+    let known = |name: &&String| ["name", "description", "parameters", "strict"].contains(&name.as_str());
+    let named = function.as_object().into_iter().flat_map(Map::keys).filter(known);
+    let mut members: Map<String, Value> = named.map(|name| (name.clone(), function[name].clone())).collect();
+    for name in ["description", "parameters"] {
+        members.entry(name).or_insert(Value::Null);
+    }
+    json!({"type": tool.get("type").unwrap_or(&json!("function")), "function": members, "defer_loading": tool["defer_loading"]})
 }
 
 /// What a request says of its answers' length.
@@ -508,8 +522,12 @@ mod tests {
         assert!(chat(json!([{"role": "user", "content": [{"type": "image_url"}]}])).is_err());
         let full = json!({"function": {"parameters": null, "name": "f", "extra": 1}});
         assert_eq!(
-            tool(&full).to_string(),
+            tool(&full, EngineKind::Vllm).to_string(),
             r#"{"type":"function","function":{"name":"f","description":null,"parameters":null}}"#
+        );
+        assert_eq!(
+            tool(&full, EngineKind::Sglang).to_string(),
+            r#"{"type":"function","function":{"parameters":null,"name":"f","description":null},"defer_loading":null}"#
         );
         let called =
             message(&json!({"role": "assistant", "tool_calls": [{"function": {"arguments": "{\"a\": 1}"}}]}), "\n");

@@ -61,6 +61,10 @@ pub(super) async fn check(gateway: &Gateway, report: &mut Report) {
             return report.wrong(&subject, "reach", why, fix);
         }
     };
+    if !["parity", "endpoints", "drains"].iter().all(|member| parity[member].is_array()) {
+        let fix = "give the address of a kvlane gateway's [admin] listen, of this release";
+        return report.wrong(&subject, "reach", "what answers there is no kvlane gateway", fix);
+    }
     report.right(&subject, "reach", "its management API answers");
     for endpoint in list(&parity, "endpoints") {
         report_endpoint(endpoint, report);

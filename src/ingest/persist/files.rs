@@ -130,6 +130,10 @@ impl Helper {
                     endpoint = identity.endpoint, rank = identity.rank, file = %path.display(), %error,
                     "the state file cannot be read: the rank starts without it"
                 );
+                if error.kind() == io::ErrorKind::InvalidData {
+                    // Out of the way of the next one.
+                    let _ = fs::rename(&path, path.with_extension("state.damaged"));
+                }
                 return None;
             }
         };
@@ -189,14 +193,19 @@ fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 /// The bytes of a file; none where there is no such file.
 fn read(path: &Path, bytes_max: usize) -> io::Result<Option<Vec<u8>>> {
-    let file = match File::open(path) {
+    // A pipe would keep the opener waiting for its other end.
+    let file = match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file?,
     };
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no file"));
+    }
     let mut bytes = Vec::new();
     file.take(bytes_max as u64 + 1).read_to_end(&mut bytes)?;
     if bytes.len() > bytes_max {
-        return Err(io::Error::other("it is larger than LOXILB_KV_MAX_BLOCKS allows"));
+        let why = "it is larger than any that LOXILB_KV_MAX_BLOCKS allows";
+        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
     }
     Ok(Some(bytes))
 }

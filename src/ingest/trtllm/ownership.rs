@@ -5,8 +5,9 @@
 //! buffer ran over, which only happens between answers that are large.
 //!
 //! Two gateways would both see it, and must not both give up: whoever had the events to itself for a while stays for
-//! [`GRACE`], the other goes; of two that began together, each has a patience of its own, drawn at random. Who goes does
-//! not come back by itself: each of its tries would rob the other of a batch.
+//! [`GRACE`], the other goes; of two that began together, each has a patience of its own, drawn at random: so many
+//! losses, and a while after them, so that equal draws do not end in both going at once. Who goes does not come back by
+//! itself: each of its tries would rob the other of a batch.
 //!
 //! No clock and no I/O: times are given as time since the start.
 
@@ -27,6 +28,8 @@ const QUIET: Duration = Duration::from_secs(30);
 const PATIENCE_MIN: u32 = 2;
 const PATIENCE_STEP: u32 = 3;
 const PATIENCE_STEPS: u64 = 8;
+/// Longest time borne beyond them.
+const LINGER_MS: u64 = 2_000;
 
 /// Who drains, as far as is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +46,9 @@ pub(super) enum Owner {
 #[derive(Debug)]
 pub(super) struct Ownership {
     patience: u32,
+    linger: Duration,
+    /// When the losses that are borne were over.
+    spent: Option<Duration>,
     /// Ranks (a bit each) that said nothing yet since an answer of ours got lost: what they miss next went with it.
     excused: u64,
     /// When the first answer with events came.
@@ -59,7 +65,18 @@ impl Ownership {
     /// At the start; `chance` is any number, another one for each drainer.
     pub(super) fn new(chance: u64) -> Self {
         let patience = PATIENCE_MIN + PATIENCE_STEP * (chance % PATIENCE_STEPS) as u32;
-        Ownership { patience, excused: 0, since: None, whole: 0, elder: false, contest: None, losses: 0 }
+        let linger = Duration::from_millis(chance / PATIENCE_STEPS % LINGER_MS);
+        Ownership {
+            patience,
+            linger,
+            spent: None,
+            excused: 0,
+            since: None,
+            whole: 0,
+            elder: false,
+            contest: None,
+            losses: 0,
+        }
     }
 
     /// An answer of ours may have got lost.
@@ -81,16 +98,24 @@ impl Ownership {
                 self.losses += 1;
                 let first = self.contest.map_or(now, |(first, _)| first);
                 self.contest = Some((first, now));
+                if self.losses >= self.patience {
+                    self.spent.get_or_insert(now);
+                }
             }
         }
         match self.contest {
             Some((_, last)) if now > last + QUIET => {
                 self.contest = None;
                 self.losses = 0;
+                self.spent = None;
                 Owner::We
             }
             Some((first, last)) => {
-                let over = if self.elder { last >= first + GRACE } else { self.losses >= self.patience };
+                let over = if self.elder {
+                    last >= first + GRACE
+                } else {
+                    self.spent.is_some_and(|spent| last >= spent + self.linger)
+                };
                 if over { Owner::Other } else { Owner::Contested }
             }
             None => Owner::We,
@@ -125,6 +150,18 @@ mod tests {
                 assert_eq!(ownership.answered(at(loss * 10 + 5), 0, 1, 0), expected);
             }
         }
+    }
+
+    #[test]
+    fn of_two_with_equal_patience_the_one_that_lingers_less_goes_and_the_other_stays() {
+        let mut short = Ownership::new(0);
+        let mut long = Ownership::new(8 * 500);
+        assert_eq!(short.answered(at(10), 1, 1, 1), Owner::Contested);
+        assert_eq!(long.answered(at(11), 1, 1, 1), Owner::Contested);
+        assert_eq!(short.answered(at(20), 1, 1, 1), Owner::Other);
+        assert_eq!(long.answered(at(21), 1, 1, 1), Owner::Contested);
+        assert_eq!(long.answered(at(5_000), 1, 1, 0), Owner::Contested, "the other has gone: nothing is lost any more");
+        assert_eq!(long.answered(at(40_000), 1, 1, 0), Owner::We);
     }
 
     #[test]

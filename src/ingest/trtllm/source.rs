@@ -247,6 +247,11 @@ impl DrainSource {
         let first_blocks = self.first_blocks - std::mem::replace(&mut self.first_blocks_told, self.first_blocks);
         (0..first_blocks).for_each(|_| by_use.first_block());
         self.evicted.drain(..).for_each(|key| by_use.evicted(key));
+        // Another consumer has some of the blocks' events. Where the report is being read, the next look tells.
+        let shares = |phase| matches!(phase, Phase::Contested | Phase::SecondDrainer);
+        if self.stats.report.try_lock().is_ok_and(|report| shares(report.phase)) {
+            by_use.suspend(&self.stats.by_use);
+        }
     }
 
     /// Whether a batch waits.
