@@ -247,7 +247,10 @@ fn what_is_read_after_a_loss_hides_nothing_from_the_next_replay() {
     check(true, &broken, "ask0 a b stop", false);
     check(true, &[&broken[..], &[Connected]].concat(), "ask0 a b stop ask1", false);
     check(true, &[Connected, Lost, Live(7, "h"), Connected], "ask0 stop ask0", true);
-    check(true, &[Connected, Lost, Live(0, "a"), Live(1, "b"), Connected], "ask0 stop a b ask1", false);
+    check(true, &[Connected, Lost, Live(0, "a"), Live(1, "b"), Connected], "ask0 stop ask0", true);
+    // What follows by its number alone may be of another process, where a replay was to tell.
+    let twice = [&UP[..], &[Lost, Connected, Live(0, "x"), Lost, Live(2, "z"), Connected]].concat();
+    check(true, &twice, "ask0 stop a b ask1 stop ask1", false);
     check(true, &[&UP[..], &[Lost, Live(2, "c"), Live(1, "b"), Connected]].concat(), "ask0 stop a b c ask2", false);
 }
 
