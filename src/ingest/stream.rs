@@ -321,8 +321,10 @@ impl Stream {
             self.prove(act);
             self.proven();
         } else if seq > last && stale && self.barren >= FRUITLESS_MAX {
-            // The engine does not know it: it was still on its way when the process that sent it was gone.
+            // The engine does not know it: it was still on its way when the process that sent it was gone. What comes
+            // behind it may be asked for.
             self.live = before;
+            self.giving_up = false;
         } else if seq > last {
             self.gap(seq, Some(last), payload, act);
         } else if self.replayed.is_some_and(|to| seq <= to)

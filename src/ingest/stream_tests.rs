@@ -299,6 +299,31 @@ fn what_a_process_that_is_gone_left_under_way_is_not_taken_for_its_successor_s()
 }
 
 #[test]
+fn what_comes_behind_a_leftover_is_asked_for() {
+    let batch = |clock: f64| [&[0x93, 0xcb][..], &clock.to_be_bytes()].concat();
+    let (mut stream, mut applied, mut cleared) = (Stream::new(true), Vec::new(), 0);
+    let mut act = |action: Action<'_>| match action {
+        Action::Apply(seq, _) => applied.push(seq),
+        Action::Clear => cleared += 1,
+        _ => {}
+    };
+    stream.connected(&mut act);
+    stream.live(11, &batch(1.0), &mut act);
+    stream.replayed(0, &batch(2.0), &mut act);
+    stream.replay_ended(&mut act);
+    stream.replayed(0, &batch(2.0), &mut act);
+    stream.replay_ended(&mut act);
+    stream.live(2, &batch(4.0), &mut act);
+    stream.replayed(0, &batch(2.0), &mut act);
+    stream.replay_ended(&mut act);
+    for (seq, clock) in [(0, 2.0), (1, 3.0), (2, 4.0)] {
+        stream.replayed(seq, &batch(clock), &mut act);
+    }
+    stream.replay_ended(&mut act);
+    assert_eq!((applied, cleared), (vec![0, 1, 2], 0));
+}
+
+#[test]
 fn live_batches_beyond_the_buffer_are_asked_for_again() {
     let mut stream = Stream::new(true);
     let mut asked = Vec::new();
