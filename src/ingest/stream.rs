@@ -160,6 +160,8 @@ pub(crate) struct Stream {
     nothing_sent: bool,
     /// There is a replay address.
     has_replay: bool,
+    /// The connection was lost while a replay was under way.
+    cut: bool,
     /// A replay has just failed: what was kept meanwhile is taken as it is.
     giving_up: bool,
     /// Replays in a row that ended well and brought nothing, with no live batch in sequence between them.
@@ -183,6 +185,7 @@ impl Stream {
             replayed: None,
             nothing_sent: false,
             has_replay,
+            cut: false,
             giving_up: false,
             barren: 0,
             ever_connected: false,
@@ -272,7 +275,8 @@ impl Stream {
 
     /// No publisher is there any more.
     pub(crate) fn lost(&mut self, act: &mut impl FnMut(Action<'_>)) {
-        if let Phase::Replaying(_) = self.phase {
+        self.cut = matches!(self.phase, Phase::Replaying(_));
+        if self.cut {
             act(Action::StopReplay);
         }
         self.phase = Phase::Down;
@@ -296,7 +300,7 @@ impl Stream {
         if let Phase::Replaying(_) = self.phase {
             return self.hold(seq, payload);
         }
-        if self.phase == Phase::Down && self.has_replay && !self.follows(seq, payload) {
+        if self.phase == Phase::Down && self.has_replay && (self.cut || !self.follows(seq, payload)) {
             // Taken now, it would be what the next connection's replay begins with, and hide what goes before it.
             return;
         }
@@ -317,8 +321,10 @@ impl Stream {
             self.prove(act);
             self.proven();
         } else if seq > last && stale && self.barren >= FRUITLESS_MAX {
-            // The engine does not know it: it was still on its way when the process that sent it was gone.
+            // The engine does not know it: it was still on its way when the process that sent it was gone. What comes
+            // behind it may be asked for.
             self.live = before;
+            self.giving_up = false;
         } else if seq > last {
             self.gap(seq, Some(last), payload, act);
         } else if self.replayed.is_some_and(|to| seq <= to)

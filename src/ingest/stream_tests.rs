@@ -247,7 +247,10 @@ fn what_is_read_after_a_loss_hides_nothing_from_the_next_replay() {
     check(true, &broken, "ask0 a b stop", false);
     check(true, &[&broken[..], &[Connected]].concat(), "ask0 a b stop ask1", false);
     check(true, &[Connected, Lost, Live(7, "h"), Connected], "ask0 stop ask0", true);
-    check(true, &[Connected, Lost, Live(0, "a"), Live(1, "b"), Connected], "ask0 stop a b ask1", false);
+    check(true, &[Connected, Lost, Live(0, "a"), Live(1, "b"), Connected], "ask0 stop ask0", true);
+    // What follows by its number alone may be of another process, where a replay was to tell.
+    let twice = [&UP[..], &[Lost, Connected, Live(0, "x"), Lost, Live(2, "z"), Connected]].concat();
+    check(true, &twice, "ask0 stop a b ask1 stop ask1", false);
     check(true, &[&UP[..], &[Lost, Live(2, "c"), Live(1, "b"), Connected]].concat(), "ask0 stop a b c ask2", false);
 }
 
@@ -293,6 +296,31 @@ fn what_a_process_that_is_gone_left_under_way_is_not_taken_for_its_successor_s()
         stream.replay_ended(&mut act);
         assert_eq!(applied, [(0, b'a'), (1, b'b'), (2, b'c'), (3, b'd')], "a clock that was set back costs a replay");
     }
+}
+
+#[test]
+fn what_comes_behind_a_leftover_is_asked_for() {
+    let batch = |clock: f64| [&[0x93, 0xcb][..], &clock.to_be_bytes()].concat();
+    let (mut stream, mut applied, mut cleared) = (Stream::new(true), Vec::new(), 0);
+    let mut act = |action: Action<'_>| match action {
+        Action::Apply(seq, _) => applied.push(seq),
+        Action::Clear => cleared += 1,
+        _ => {}
+    };
+    stream.connected(&mut act);
+    stream.live(11, &batch(1.0), &mut act);
+    stream.replayed(0, &batch(2.0), &mut act);
+    stream.replay_ended(&mut act);
+    stream.replayed(0, &batch(2.0), &mut act);
+    stream.replay_ended(&mut act);
+    stream.live(2, &batch(4.0), &mut act);
+    stream.replayed(0, &batch(2.0), &mut act);
+    stream.replay_ended(&mut act);
+    for (seq, clock) in [(0, 2.0), (1, 3.0), (2, 4.0)] {
+        stream.replayed(seq, &batch(clock), &mut act);
+    }
+    stream.replay_ended(&mut act);
+    assert_eq!((applied, cleared), (vec![0, 1, 2], 0));
 }
 
 #[test]

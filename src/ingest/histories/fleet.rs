@@ -499,7 +499,7 @@ impl Fleet {
         assert!(self.gateway.is_eligible(at), "{at:?}: all of it is proven");
         let verdict = self.gateway.verdict(at);
         let judged = !line.process.roots.is_empty() && (manner.tells_salts() || !manner.secret);
-        if line.replay == Replay::Full && judged {
+        if line.replay == Replay::Full && judged && !line.heard.mixed {
             let expected = if manner.exact { Verdict::Exact } else { Verdict::Derived };
             assert_eq!(verdict, expected, "{at:?}");
             if manner.exact && !line.changed && !self.bounded {
@@ -550,7 +550,7 @@ impl Fleet {
         let manner = &line.process.manner;
         let verdict = self.gateway.verdict(at);
         // A restart that no number showed: what is believed is of two processes.
-        if line.replay == Replay::None && line.heard.mixed || line.replay == Replay::Poor && line.restarted {
+        if line.heard.mixed || line.replay == Replay::Poor && line.restarted {
             return (0, usize::MAX);
         }
         if manner.block != block {
