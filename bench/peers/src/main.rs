@@ -98,7 +98,7 @@ fn setup(args: &Args) -> String {
 fn row<I: Index>(fleet: &Fleet, args: &Args) -> anyhow::Result<u64> {
     let before = memory::in_use();
     let (mut index, Filled { whole, index_only }) = I::filled(fleet)?;
-    let bytes = (memory::in_use() - before) as f64 / fleet.pairs() as f64;
+    let bytes = memory::in_use().saturating_sub(before) as f64 / fleet.pairs() as f64;
     let (lookup, digest) = look_up(&mut index, fleet, args)?;
     let millions = |time: Option<Duration>| {
         time.map_or("-".to_owned(), |time| format!("{:.2}", fleet.pairs() as f64 / time.as_secs_f64() / 1e6))

@@ -107,7 +107,7 @@ fn measure<S: Store>(name: &'static str, workload: &Workload, args: &Args) -> (R
     }
     store.settle();
     let seconds = start.elapsed().as_secs_f64();
-    let bytes = memory::in_use() - before;
+    let bytes = memory::in_use().saturating_sub(before);
     let pairs = workload.pairs();
     let (lookup, digest) = look_up(&mut store, workload, args);
     let row = Row {
