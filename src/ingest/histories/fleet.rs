@@ -572,7 +572,8 @@ impl Fleet {
             _ if manner.secret && !manner.tells_salts() && block != RULE_BLOCK => 0,
             Replay::Full => most,
             Replay::Poor => 0,
-            Replay::None if manner.exact && verdict == Verdict::Exact => held(&line.heard.told),
+            // A rank that was derived before keeps nothing of what has no known parent.
+            Replay::None if manner.exact && verdict == Verdict::Exact && !line.changed => held(&line.heard.told),
             Replay::None => held(&line.heard.rooted),
         };
         (least.min(most), most)
