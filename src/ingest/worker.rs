@@ -269,6 +269,8 @@ impl Worker {
             self.ready.insert(token);
         }
         service.touched = true;
+        // It may have begun, or been proven: whether answers are looked at is found out soon, whatever else happens.
+        self.usage_wanted = true;
         service.lacks_holder |= source.lacks_holder();
         if source.is_replaying() {
             self.replaying.insert(token);
