@@ -31,6 +31,7 @@ const LOOK_EVERY: Duration = Duration::from_micros(50);
 
 /// Sizes of the run.
 #[derive(Clone, Debug, clap::Args)]
+#[group(id = "streams")]
 pub struct Args {
     /// Endpoints of the service; 0 leaves the streams out.
     #[arg(long, default_value_t = 512)]
