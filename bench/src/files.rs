@@ -1,6 +1,6 @@
-//! The model whose prompts are measured: the demo's, or a real one.
+//! The model whose prompts are measured: the demo's, or a real one; and the tokenizers that a measured gateway gets.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -20,6 +20,19 @@ pub struct ModelArgs {
     /// Chat template that overrides the model's own
     #[arg(long, value_name = "FILE")]
     pub template: Option<PathBuf>,
+}
+
+/// The tokenizers that were given, or the demo's, written below `directory`.
+///
+/// # Errors
+/// Files that cannot be written.
+pub fn tokenizers(given: Option<&Path>, directory: &Path) -> anyhow::Result<PathBuf> {
+    if let Some(given) = given {
+        return Ok(given.to_owned());
+    }
+    let staged = directory.join("tokenizers");
+    assets::stage(&staged)?;
+    Ok(staged)
 }
 
 impl ModelArgs {

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use loadgen::assets::{self, DEMO_MODEL};
+use loadgen::assets::DEMO_MODEL;
 use loadgen::workload::{Random, words};
 use serde_json::{Value, json};
 
@@ -78,14 +78,7 @@ struct Look {
 }
 
 fn run(args: &Args, directory: &Path, out: &mut impl Write) -> anyhow::Result<bool> {
-    let tokenizers = match &args.tokenizers {
-        Some(given) => given.clone(),
-        None => {
-            let staged = directory.join("tokenizers");
-            assets::stage(&staged)?;
-            staged
-        }
-    };
+    let tokenizers = crate::files::tokenizers(args.tokenizers.as_deref(), directory)?;
     let backends = backend::start(BACKENDS, args.load_core)?;
     let place = Place {
         directory,

@@ -4,7 +4,8 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use shards::http::{BodyTracker, Dechunker, ResponseBody, response};
+pub use shards::http::Reply;
+use shards::http::reply::complete;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -12,15 +13,6 @@ use tokio::net::TcpStream;
 const ANSWER_BYTES_MAX: usize = 1 << 20;
 /// Bytes read at once.
 const READ_BYTES: usize = 64 * 1024;
-
-/// What an engine answered.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reply {
-    /// The status code.
-    pub status: u16,
-    /// The body, chunk framing removed.
-    pub body: Vec<u8>,
-}
 
 /// A call, which has a connection of its own.
 #[derive(Clone, Copy, Debug)]
@@ -86,7 +78,7 @@ impl Call<'_> {
                 answer.reserve(READ_BYTES);
             }
             let at_end = stream.read_buf(&mut answer).await? == 0;
-            if let Some(reply) = complete(&answer, at_end)? {
+            if let Some(reply) = complete(&answer, at_end).map_err(io::Error::other)? {
                 return Ok(reply);
             }
             if at_end {
@@ -98,28 +90,6 @@ impl Call<'_> {
             }
         }
     }
-}
-
-/// The answer, once it is all there.
-fn complete(answer: &[u8], at_end: bool) -> io::Result<Option<Reply>> {
-    let Some(head) = response::parse(answer, 0, false).map_err(io::Error::other)? else { return Ok(None) };
-    let mut body = answer[head.len..].to_vec();
-    let done = match head.body {
-        ResponseBody::UntilClose => at_end,
-        ResponseBody::Chunked => {
-            let mut decoder = Dechunker::new(0);
-            let done = decoder.advance(&mut body).map_err(io::Error::other)?;
-            body.truncate(decoder.data_end());
-            done
-        }
-        framing => {
-            let mut tracker = BodyTracker::new(framing);
-            let taken = tracker.advance(&body);
-            body.truncate(taken);
-            tracker.is_done()
-        }
-    };
-    Ok(done.then_some(Reply { status: head.status, body }))
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use loadgen::assets::{self, DEMO_MODEL};
+use loadgen::assets::DEMO_MODEL;
 use loadgen::child::http_get;
 use loadgen::engine::{Engine, EngineHandle, EngineOptions};
 use loadgen::workload::Random;
@@ -116,14 +116,7 @@ fn check_core(core: usize) -> anyhow::Result<()> {
 }
 
 fn run(args: &E2eArgs, directory: &Path) -> anyhow::Result<ExitCode> {
-    let tokenizers = match &args.tokenizers {
-        Some(given) => given.clone(),
-        None => {
-            let staged = directory.join("tokenizers");
-            assets::stage(&staged)?;
-            staged
-        }
-    };
+    let tokenizers = crate::files::tokenizers(args.tokenizers.as_deref(), directory)?;
     let backends = backend::start(BACKENDS, args.load_core)?;
     let place = Place {
         directory,

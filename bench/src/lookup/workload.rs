@@ -11,28 +11,9 @@ use shards::load::{LoadSlot, LoadTable, Reservation};
 use shards::route::{Chooser, Decision, Evidence, Turn, decide};
 use shards::service::{Endpoint, EndpointShared, Engine, KvExact, MediumWeights, Select, Service, ServiceShared};
 
+pub use crate::ingest::fleet::Rng;
+
 const BLOCK_TOKENS: u32 = 16;
-
-/// Splitmix64: one addition and two multiplications, any seed.
-pub struct Rng(u64);
-
-impl Rng {
-    pub fn new(seed: u64) -> Self {
-        Rng(seed)
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut value = self.0;
-        value = (value ^ value >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        value = (value ^ value >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        value ^ value >> 31
-    }
-
-    pub fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next()) * bound as u128) >> 64) as usize
-    }
-}
 
 /// Sizes of a workload.
 #[derive(Clone, Debug)]

@@ -9,6 +9,7 @@
 pub mod body;
 pub mod chunked;
 pub mod edit;
+pub mod reply;
 pub mod request;
 pub mod response;
 
@@ -17,6 +18,7 @@ mod lines;
 pub use body::{BodyTracker, Dechunker};
 pub use chunked::{ChunkError, ChunkScanner};
 pub use lines::HEADERS_CEILING;
+pub use reply::Reply;
 pub use request::{HeadError, RequestBody, RequestHead};
 pub use response::{ResponseBody, ResponseHead};
 

@@ -3,19 +3,11 @@
 use std::net::SocketAddr;
 
 use super::upstream::{Pool, Upstream};
-use crate::http::response;
-use crate::http::{BodyTracker, Dechunker, ResponseBody};
+pub use crate::http::Reply;
+use crate::http::reply;
 
 /// Room made for an answer at first.
 const FIRST_READ_BYTES: usize = 16 * 1024;
-
-/// What an endpoint answered.
-pub struct Reply {
-    /// The status code.
-    pub status: u16,
-    /// The body, without framing.
-    pub body: Vec<u8>,
-}
 
 /// A `GET`, or a `POST` of JSON. `authorization` is the value of that header; empty = none.
 #[must_use]
@@ -45,7 +37,7 @@ pub async fn ask(pool: &Pool, request: Vec<u8>, bytes_max: usize) -> Option<Repl
     let mut buffer = Vec::with_capacity(FIRST_READ_BYTES);
     let mut at_end = false;
     loop {
-        if let Some(reply) = complete(&buffer, at_end) {
+        if let Some(reply) = reply::complete(&buffer, at_end).ok().flatten() {
             return Some(reply);
         }
         if at_end || buffer.len() > bytes_max {
@@ -60,36 +52,13 @@ pub async fn ask(pool: &Pool, request: Vec<u8>, bytes_max: usize) -> Option<Repl
     }
 }
 
-/// The answer in the buffer, once it is all there.
-fn complete(buffer: &[u8], at_end: bool) -> Option<Reply> {
-    let head = response::parse(buffer, 0, false).ok()??;
-    let come = &buffer[head.len..];
-    // A long answer is looked at once, not at every read.
-    if matches!(head.body, ResponseBody::Length(length) if (come.len() as u64) < length) {
-        return None;
-    }
-    let mut body = come.to_vec();
-    let done = match head.body {
-        ResponseBody::UntilClose => at_end,
-        ResponseBody::Chunked => {
-            let mut decoder = Dechunker::new(0);
-            let done = decoder.advance(&mut body).ok()?;
-            body.truncate(decoder.data_end());
-            done
-        }
-        framing => {
-            let mut tracker = BodyTracker::new(framing);
-            let taken = tracker.advance(&body);
-            body.truncate(taken);
-            tracker.is_done()
-        }
-    };
-    done.then_some(Reply { status: head.status, body })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn complete(bytes: &[u8], at_end: bool) -> Option<Reply> {
+        reply::complete(bytes, at_end).ok().flatten()
+    }
 
     #[test]
     fn an_answer_is_complete_at_its_own_end() {
