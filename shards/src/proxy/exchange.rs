@@ -3,6 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use super::Proxy;
 use super::answer::Refusal;
@@ -10,14 +11,16 @@ use super::client::{Client, Request, is_ours};
 use super::evidence;
 use super::models;
 use super::outgoing::{ID_HEADER, Outgoing, announce_length, id_of, push_line};
-use super::relay::{self, CLOSE_LINE, Fault, Terms};
+use super::relay::{self, CLOSE_LINE, Fault, Heard, Terms};
 use super::routes::{LocalService, Pick, RequestView, Routes};
 use super::score::{self, Score};
 use super::upstream::{Pool, Upstream};
 use super::watch::Interrupt;
 use crate::ids::{EndpointIndex, Rank};
+use crate::load::Reservation;
 use crate::predictions::PromptKind;
 use crate::prompt::Api;
+use crate::rates::FirstByte;
 use crate::route::{self, Chooser, Decision, Tier};
 use crate::service::{Endpoint, count};
 use crate::usage::Tail;
@@ -31,6 +34,9 @@ const SENDS_MAX: u32 = 3;
 
 /// The header by which vLLM and SGLang let a request choose its rank.
 const RANK_HEADER: &str = "x-data-parallel-rank";
+
+/// Bytes of a request's body per token of its prompt, where nobody has counted.
+const BYTES_PER_TOKEN: u64 = 4;
 
 /// Bytes of a body that are searched for a system message and tools, for a diagnosis.
 const PARTS_SOUGHT: usize = 16 * 1024;
@@ -155,6 +161,27 @@ enum Failure {
     Close,
 }
 
+/// What a request counts for at the endpoint that it is sent to.
+struct Sent<'a> {
+    reservation: &'a mut Reservation,
+    /// Tokens of its prompt that the endpoint will have to compute.
+    uncached: u64,
+    /// The rank that the endpoint is told to use.
+    rank: Option<Rank>,
+}
+
+impl Sent<'_> {
+    /// The answer to a request sent at a time has begun: its prompt waits no longer, and the endpoint's speed may be
+    /// learned from how long it did.
+    fn began(self, endpoint: &Endpoint, teaches: bool, at: Instant) {
+        self.reservation.first_byte();
+        if teaches {
+            let (uncached_tokens, ahead) = (self.uncached, self.reservation.ahead());
+            endpoint.shared.rates.learn(FirstByte { uncached_tokens, ahead, elapsed: at.elapsed() });
+        }
+    }
+}
+
 /// A request on its way to an endpoint that answers it.
 struct Attempt<'a> {
     proxy: &'a Proxy,
@@ -188,11 +215,12 @@ impl Attempt<'_> {
             let pool = &self.local.pools[decision.endpoint.index()];
             let rank = self.conveyed_rank(&decision);
             if self.local.service.proxy.route_header || self.request.head.explain {
-                let load = self.proxy.loads.seen_by(self.proxy.id, endpoint.shared.slot);
+                let load = self.proxy.loads.seen_by(self.proxy.id, endpoint.shared.slot).requests();
                 self.evidence = Some(evidence::text(&self.local.service, score, &decision, rank, load, tried.len()));
             }
             // Before anything is awaited: the next decision must see this one.
-            let reservation = self.proxy.loads.reserve(self.proxy.id, endpoint.shared.slot);
+            let uncached = self.uncached_tokens(score, &decision);
+            let mut reservation = self.proxy.loads.reserve(self.proxy.id, endpoint.shared.slot, uncached);
             let mut connected = match pool.take(self.proxy.limits.upstream_idle_max) {
                 Some(upstream) => Some(upstream),
                 None => self.connect(client, endpoint, pool).await?,
@@ -202,7 +230,8 @@ impl Attempt<'_> {
             }
             while let Some(upstream) = connected.take() {
                 let reused = upstream.reused;
-                match self.forward(client, endpoint, pool, upstream, rank).await {
+                let sent = Sent { reservation: &mut reservation, uncached, rank };
+                match self.forward(client, endpoint, pool, upstream, sent).await {
                     Ok(next) => {
                         if self.status == 200 {
                             self.predict(score, decision.endpoint, rank);
@@ -279,19 +308,20 @@ impl Attempt<'_> {
         endpoint: &Endpoint,
         pool: &Pool,
         mut upstream: Upstream,
-        rank: Option<Rank>,
+        sent: Sent<'_>,
     ) -> Result<Next, Fault> {
         let proxy = self.proxy;
         self.sends += 1;
+        let at = Instant::now();
         count(&endpoint.shared.stats_of(proxy.id).requests);
-        let outgoing = Outgoing::new(&self.request, &self.lines_for_endpoint(rank), proxy.buffers.small());
+        let outgoing = Outgoing::new(&self.request, &self.lines_for_endpoint(sent.rank), proxy.buffers.small());
         let bytes = std::mem::take(&mut self.request.bytes);
         let write = client.guard(Some(proxy.limits.write_timeout), outgoing.send(&mut upstream, bytes)).await;
-        let (written, sent, bytes) = write.map_err(|interrupt| match interrupt {
+        let (written, buffer, bytes) = write.map_err(|interrupt| match interrupt {
             Interrupt::TimedOut => Fault::FirstByteTimeout,
             interrupt => Fault::Client(interrupt),
         })?;
-        proxy.buffers.give_back(sent);
+        proxy.buffers.give_back(buffer);
         self.request.bytes = bytes;
         let mut added = self.lines_for_client();
         let headroom = added.len() + CLOSE_LINE.len();
@@ -318,7 +348,10 @@ impl Attempt<'_> {
         let terms = Terms { added: &added, is_http10: head.is_http10 };
         self.tail = (self.api.is_some() && endpoint.shared.usage.look()).then(Tail::default);
         let tail = self.tail.as_mut();
-        let reusable = relay::relay(client, &mut upstream, begun, terms, tail, &proxy.limits, &proxy.buffers).await?;
+        // Another answer comes whole when it is complete, and a refusal at once.
+        let teaches = self.api.is_some() && begun.head.status == 200 && begun.head.event_stream;
+        let heard = Heard { body_began: || sent.began(endpoint, teaches, at), tail };
+        let reusable = relay::relay(client, &mut upstream, begun, terms, heard, &proxy.limits, &proxy.buffers).await?;
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
         }
@@ -361,6 +394,19 @@ impl Attempt<'_> {
     /// Bytes of the line that says the id.
     fn id_line_len(&self) -> usize {
         id_of(&self.request).map_or(0, |id| ID_HEADER.len() + ": ".len() + id.len() + "\r\n".len())
+    }
+
+    /// Tokens of the prompt that the endpoint will have to compute: where the prompt is not known, as many as its bytes
+    /// usually are.
+    fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
+        match score {
+            Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
+            _ if self.api.is_some() => {
+                let body = self.request.bytes.len().saturating_sub(self.request.head.len);
+                body as u64 / BYTES_PER_TOKEN
+            }
+            _ => 0,
+        }
     }
 
     /// Says what the endpoint that has answered must hold now, for parity by use.
