@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
+use crate::feedback::Trust;
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
 use crate::load::LoadSlot;
@@ -65,6 +66,8 @@ pub struct ProxyOptions {
     /// Every answer says why it came from where it came (`x-kvlane-route`), not only where a client asks for it
     /// (`routeHeader`).
     pub route_header: bool,
+    /// Engines' own metrics are read (`scrapeMetrics`).
+    pub scrape: bool,
 }
 
 /// How a rule's `path_prefix` is compared.
@@ -244,6 +247,8 @@ pub struct ServiceShared {
     pub seed_ticks: AtomicU64,
     /// Whether repeated prompts hit.
     pub zero_hits: ZeroHits,
+    /// Endpoints that are demoted; see [`Trust`].
+    pub demoted: AtomicU32,
     /// Counters, a row per shard.
     pub stats: Box<[ServiceStats]>,
 }
@@ -255,6 +260,7 @@ impl ServiceShared {
         ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
+            demoted: AtomicU32::new(0),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
     }
@@ -369,6 +375,10 @@ pub struct ServiceStats {
     pub broken_answers: AtomicU64,
     /// Requests whose client left before the end of the answer.
     pub client_gone: AtomicU64,
+    /// Prompt tokens that would have hit at the best candidate and do not where the request went.
+    pub regret_tokens: AtomicU64,
+    /// Prompt tokens that some endpoint holds, candidate or not, and that do not hit where the request went.
+    pub oracle_gap_tokens: AtomicU64,
 }
 
 /// State of an endpoint that outlives a compilation: found again by service and address.
@@ -393,6 +403,8 @@ pub struct EndpointShared {
     pub predictions: Predictions,
     /// What its engine says of its cache, for the ingest thread.
     pub usage: Statements,
+    /// How far predictions for it are believed.
+    pub trust: Trust,
     /// Counters, a row per shard.
     pub stats: Box<[EndpointStats]>,
 }
@@ -411,6 +423,7 @@ impl EndpointShared {
             rates: Rates::default(),
             predictions: Predictions::default(),
             usage: Statements::default(),
+            trust: Trust::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),
         }
     }
@@ -465,11 +478,26 @@ pub struct EndpointStats {
     pub hit_tokens: AtomicU64,
     /// Connects refused or timed out.
     pub connect_failures: AtomicU64,
+    /// Answers whose engine said what it took from its cache, and what was predicted to.
+    pub compared: AtomicU64,
+    /// Those of them that were wrong: more than one block less than predicted.
+    pub compared_wrong: AtomicU64,
+    /// Prompt tokens predicted to come from the cache, in the compared answers.
+    pub compared_predicted: AtomicU64,
+    /// Prompt tokens that came from it, in the compared answers.
+    pub compared_cached: AtomicU64,
+    /// Prompt tokens predicted to, and not come from it, in the compared answers.
+    pub compared_missing: AtomicU64,
 }
 
 /// Adds one to a counter that only this thread writes.
 pub fn count(counter: &AtomicU64) {
-    counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    add(counter, 1);
+}
+
+/// Adds to a counter that only this thread writes.
+pub fn add(counter: &AtomicU64, more: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
 }
 
 impl Tables {

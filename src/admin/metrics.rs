@@ -122,13 +122,18 @@ fn each_endpoint(view: &View) -> impl Iterator<Item = (Labels, &Endpoint)> {
 
 fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std::fmt::Result {
     type Read = fn(&EndpointStats) -> &AtomicU64;
-    let counters: [(&str, &str, Read); 6] = [
+    let counters: [(&str, &str, Read); 11] = [
         ("loxilb_pd_kv_tier15_hits", "Requests sent to the endpoint with the longest cached prefix", |s| &s.hits),
         ("loxilb_pd_kv_tier15_spills", "Hits that an overloaded winner gave to this endpoint", |s| &s.spills),
         ("loxilb_pd_kv_tier15_cold_seeds", "Hits given to this endpoint because it was cold", |s| &s.cold_seeds),
         ("kvlane_endpoint_requests", "Requests sent to the endpoint", |s| &s.requests),
         ("kvlane_endpoint_hit_tokens", "Prompt tokens predicted to hit at the endpoint", |s| &s.hit_tokens),
         ("kvlane_endpoint_connect_failures", "Connects refused or timed out", |s| &s.connect_failures),
+        ("kvlane_prediction_compared", "Answers that say what came from the cache", |s| &s.compared),
+        ("kvlane_prediction_wrong", "Such answers with more than a block less than predicted", |s| &s.compared_wrong),
+        ("kvlane_prediction_predicted_tokens", "Tokens predicted to hit, in such answers", |s| &s.compared_predicted),
+        ("kvlane_prediction_cached_tokens", "Tokens that hit, in such answers", |s| &s.compared_cached),
+        ("kvlane_prediction_missing_tokens", "Tokens predicted to hit that did not", |s| &s.compared_missing),
     ];
     for (name, help, read) in counters {
         let samples = each_endpoint(view).map(|(labels, endpoint)| {
@@ -146,6 +151,10 @@ fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std
     families.gauge("loxilb_pd_ep_info", "Address of the endpoint", info)?;
     let up = each_endpoint(view).map(|(labels, endpoint)| (labels, u64::from(endpoint.is_candidate())));
     families.gauge("kvlane_endpoint_up", "Whether requests may go to the endpoint", up)?;
+    let trust = each_endpoint(view).map(|(labels, e)| (labels, u64::from(e.shared.trust.percent())));
+    families.gauge("kvlane_endpoint_trust_percent", "How much of what the endpoint announces counts", trust)?;
+    let conveys = each_endpoint(view).map(|(labels, e)| (labels, u64::from(e.shared.conveys_rank())));
+    families.gauge("kvlane_endpoint_conveys_rank", "Whether a header chooses the rank at the engine", conveys)?;
     let faults = view.entries.iter().flat_map(|entry| {
         let of_endpoint = move |endpoint: &Endpoint| {
             let index = endpoint.shared.index;
@@ -190,11 +199,15 @@ fn services(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
     });
     families.counter("loxilb_pd_kv_zero_hit_watchdog", "Runs of repeated prompts that hit no cache", fired)?;
     type Read = fn(&ServiceStats) -> &AtomicU64;
-    let counters: [(&str, &str, Read); 4] = [
+    let counters: [(&str, &str, Read); 6] = [
         ("kvlane_no_healthy_backend", "Requests refused because no endpoint was usable", |s| &s.no_healthy_backend),
         ("kvlane_connect_failovers", "Requests that moved to another endpoint", |s| &s.connect_failovers),
         ("kvlane_broken_answers", "Answers that broke after their first byte", |s| &s.broken_answers),
         ("kvlane_client_gone", "Requests whose client left early", |s| &s.client_gone),
+        ("kvlane_regret_tokens", "Tokens that would have hit at the best candidate", |s| &s.regret_tokens),
+        ("kvlane_oracle_gap_tokens", "Tokens that some endpoint holds and the chosen one does not", |s| {
+            &s.oracle_gap_tokens
+        }),
     ];
     for (name, help, read) in counters {
         families.counter(name, help, view.entries.iter().map(|entry| (service(entry), sum(entry, &read))))?;

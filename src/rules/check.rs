@@ -72,7 +72,7 @@ pub fn check(
         name: text(fields, report, "name"),
         select: read_select(fields, report),
         engine,
-        proxy: proxy::read(fields, report),
+        proxy: proxy::read(fields, report, engine),
         kv,
         engine_token: read_token(fields, report),
         endpoints: Vec::new(),

@@ -7,7 +7,7 @@
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
 //! `kvAdapters`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`,
-//! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs`, `kvMediumWeights` and `routeHeader`, and an endpoint `kvZmqPort`,
+//! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs`, `kvMediumWeights`, `routeHeader` and `scrapeMetrics`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
 
 #![forbid(unsafe_code)]

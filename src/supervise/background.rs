@@ -15,7 +15,7 @@ use crate::discovery::Access;
 use crate::health::{self, Answer, Monitor, Seen, Verdict};
 use crate::rules::{EngineToken, Host};
 
-use super::{Control, engines, findings, resolve};
+use super::{Control, engines, findings, resolve, scrape};
 
 /// Probes under way at once. Beyond it the others of that second wait for these.
 pub(crate) const PROBES_MAX: usize = 256;
@@ -27,6 +27,7 @@ pub(super) fn start(control: &Control) -> JoinSet<()> {
     tasks.spawn(resolve_all(control.clone()));
     tasks.spawn(engines::discover_all(control.clone()));
     tasks.spawn(findings::watch_all(control.clone()));
+    tasks.spawn(scrape::scrape_all(control.clone()));
     tasks
 }
 

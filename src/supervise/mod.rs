@@ -13,6 +13,7 @@ mod parts;
 mod registry;
 mod rehearsal;
 mod resolve;
+mod scrape;
 mod silence;
 mod slots;
 mod sockets;

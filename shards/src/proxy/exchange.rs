@@ -1,5 +1,7 @@
 //! One request and its answer: which service, which endpoint, and what is done when an endpoint fails.
 
+mod outcome;
+
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
@@ -16,12 +18,12 @@ use super::routes::{LocalService, Pick, RequestView, Routes};
 use super::score::{self, Score};
 use super::upstream::{Pool, Upstream};
 use super::watch::Interrupt;
+use crate::belief::{self, NamedRank};
 use crate::ids::{EndpointIndex, Rank};
 use crate::load::Reservation;
-use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
-use crate::route::{self, Chooser, Decision, Tier};
+use crate::route::{self, Chooser, Decision, Evidence};
 use crate::service::{Endpoint, count};
 use crate::usage::Tail;
 
@@ -37,9 +39,6 @@ const RANK_HEADER: &str = "x-data-parallel-rank";
 
 /// Bytes of a request's body per token of its prompt, where nobody has counted.
 const BYTES_PER_TOKEN: u64 = 4;
-
-/// Bytes of a body that are searched for a system message and tools, for a diagnosis.
-const PARTS_SOUGHT: usize = 16 * 1024;
 
 /// What becomes of the client connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,14 +100,15 @@ async fn serve(
     };
     let resendable = is_resendable(&view);
     let api = Api::of(view.method(), view.path());
-    let names_rank = view.names_rank();
+    let (named_rank, skips_cache) = (view.named_rank(), view.skips_cache());
     announce_length(&mut request);
     let mut attempt = Attempt {
         proxy,
         local,
         request,
         api,
-        names_rank,
+        named_rank,
+        skips_cache,
         evidence: None,
         sends: 0,
         resendable,
@@ -189,8 +189,10 @@ struct Attempt<'a> {
     request: Request,
     /// What the request asks for, where it has a prompt.
     api: Option<Api>,
-    /// The client itself says which rank is to serve it.
-    names_rank: bool,
+    /// What the client says of the rank that is to serve it.
+    named_rank: NamedRank,
+    /// The engine looks up nothing of the prompt in its cache.
+    skips_cache: bool,
     /// Why the request goes where it goes, where somebody wants to know.
     evidence: Option<String>,
     /// Times the request was sent.
@@ -261,7 +263,20 @@ impl Attempt<'_> {
         // Nothing is awaited while it is borrowed.
         let mut turn = self.local.turn.borrow_mut();
         let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
-        route::decide(&self.local.service, score.evidence(), tried, &mut chooser)
+        let turn = self.proxy.turns.get();
+        self.proxy.turns.set(turn.wrapping_add(1));
+        let evidence = score.evidence();
+        let believed = match evidence {
+            Evidence::Scored { prompt_tokens, runs } => {
+                belief::believed(&self.local.service, prompt_tokens, runs, self.named_rank, turn)
+            }
+            Evidence::None(_) => None,
+        };
+        let evidence = match (evidence, &believed) {
+            (Evidence::Scored { prompt_tokens, .. }, Some(runs)) => Evidence::Scored { prompt_tokens, runs },
+            (evidence, _) => evidence,
+        };
+        route::decide(&self.local.service, evidence, tried, &mut chooser)
     }
 
     /// What is said when no endpoint is left.
@@ -346,7 +361,7 @@ impl Attempt<'_> {
             added.extend_from_slice(CLOSE_LINE);
         }
         let terms = Terms { added: &added, is_http10: head.is_http10 };
-        self.tail = (self.api.is_some() && endpoint.shared.usage.look()).then(Tail::default);
+        self.tail = self.wants_usage(endpoint).then(Tail::default);
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
         let teaches = self.api.is_some() && begun.head.status == 200 && begun.head.event_stream;
@@ -364,7 +379,7 @@ impl Attempt<'_> {
         let service = &self.local.service;
         let several = service.kv.as_ref().is_some_and(|kv| kv.ranks > 1);
         let follows = several && service.endpoints[decision.endpoint.index()].shared.conveys_rank();
-        decision.rank.filter(|_| follows && !self.names_rank)
+        decision.rank.filter(|_| follows && self.named_rank == NamedRank::No)
     }
 
     /// Lines of the gateway's own in the head that the endpoint gets.
@@ -409,40 +424,6 @@ impl Attempt<'_> {
         }
     }
 
-    /// Says what the endpoint that has answered must hold now, for parity by use.
-    fn predict(&self, score: &Score, endpoint: EndpointIndex, rank: Option<Rank>) {
-        let Some(reader) = &self.local.reader else { return };
-        let predictions = &self.local.service.endpoints[endpoint.index()].shared.predictions;
-        if !predictions.wanted() {
-            return;
-        }
-        let body = &self.request.bytes[self.request.head.len..];
-        let begins = &body[..body.len().min(PARTS_SOUGHT)];
-        let has = |part: &str| begins.windows(part.len()).any(|at| at == part.as_bytes());
-        let kind = match self.api {
-            Some(Api::ChatCompletions) if has("\"tools\"") || has("\"system\"") => PromptKind::ChatWithParts,
-            Some(Api::ChatCompletions) => PromptKind::Chat,
-            _ => PromptKind::Completion,
-        };
-        if let Some(prediction) = score.predict(reader, endpoint, rank, kind) {
-            predictions.offer(prediction);
-        }
-    }
-
-    /// Says what the answer's `usage` proves or denies of the endpoint's blocks.
-    fn compare_usage(&self, score: &Score, endpoint: EndpointIndex, rank: Option<Rank>) {
-        let Some(usage) = self.tail.as_ref().and_then(Tail::usage) else { return };
-        let statements = &self.local.service.endpoints[endpoint.index()].shared.usage;
-        if usage.cached_tokens.is_some() {
-            statements.set_tells();
-        }
-        if statements.wanted()
-            && let Some(statement) = score.compare(self.local, endpoint, rank, usage)
-        {
-            statements.offer(statement);
-        }
-    }
-
     fn failure(&self, fault: Fault) -> Failure {
         let stats = self.local.service.shared.stats_of(self.proxy.id);
         if matches!(fault, Fault::Client(_)) && !self.began {
@@ -461,39 +442,5 @@ impl Attempt<'_> {
             Fault::FirstByteTimeout => return Failure::Refuse(Refusal::FirstByteTimeout),
         }
         Failure::Close
-    }
-
-    fn count_decision(&self, score: &Score, decision: &Decision) {
-        let service = &self.local.service;
-        let Some(kv) = &service.kv else { return };
-        if matches!(score, Score::NotAsked) {
-            return;
-        }
-        let knows_blocks = || service.endpoints.iter().any(|e| e.shared.kv_blocks.load(Ordering::Relaxed) > 0);
-        if let Some((first, hit)) = score.first_block()
-            && service.shared.zero_hits.note(first, hit, kv.zero_hit_every, knows_blocks)
-        {
-            tracing::warn!(
-                rule = service.id.0,
-                prompts = kv.zero_hit_every,
-                "so many prompts that were sent before hit no cache: see /netlox/v1/config/ai/kv/parity"
-            );
-        }
-        let shard = self.proxy.id;
-        if let Some(reason) = decision.miss {
-            count(&service.shared.stats_of(shard).misses[reason as usize]);
-        }
-        if decision.tier == Tier::KvExact {
-            let stats = service.endpoints[decision.endpoint.index()].shared.stats_of(shard);
-            count(&stats.hits);
-            let tokens = stats.hit_tokens.load(Ordering::Relaxed) + decision.hit_tokens;
-            stats.hit_tokens.store(tokens, Ordering::Relaxed);
-            if decision.spilled_from.is_some() {
-                count(&stats.spills);
-            }
-            if decision.seeded_from.is_some() {
-                count(&stats.cold_seeds);
-            }
-        }
     }
 }

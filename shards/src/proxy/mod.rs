@@ -21,6 +21,7 @@ mod outgoing;
 mod relay;
 mod routes;
 mod score;
+mod session;
 mod upstream;
 mod watch;
 
@@ -61,6 +62,8 @@ pub struct Proxy {
     asked: Rc<asked::Asked>,
     draining: Cell<bool>,
     request_ids: outgoing::RequestIds,
+    /// Decisions so far, for what takes turns.
+    turns: Cell<u32>,
 }
 
 impl Proxy {
@@ -82,6 +85,7 @@ impl Proxy {
             asked: Rc::default(),
             draining: Cell::new(false),
             request_ids: outgoing::RequestIds::default(),
+            turns: Cell::new(0),
         }
     }
 

@@ -9,9 +9,10 @@ use std::sync::Arc;
 
 use super::models::ModelsCache;
 use super::upstream::{Pool, Pools};
+use crate::belief::NamedRank;
 use crate::executor::Ticket;
 use crate::http::RequestHead;
-use crate::ids::{ServiceId, ShardId};
+use crate::ids::{Rank, ServiceId, ShardId};
 use crate::inventory::Reader;
 use crate::prompt::{BodyScan, BodyView, ModelTable};
 use crate::route::Turn;
@@ -81,11 +82,31 @@ impl<'a> RequestView<'a> {
         self.body.get_or_init(|| BodyView::parse(self.body_bytes())).as_ref()
     }
 
-    /// Whether the client itself says which rank is to serve it. A body that nothing has asked for is not looked into.
+    /// The body's members, if something has asked for them before.
+    fn body_seen(&self) -> Option<&BodyView<'a>> {
+        self.body.get()?.as_ref()
+    }
+
+    /// What the client says of the rank that is to serve it. A body that nothing has asked for is not looked into.
     #[must_use]
-    pub fn names_rank(&self) -> bool {
-        let by_body = || self.body.get().is_some_and(|body| body.as_ref().is_some_and(|body| body.names_rank));
-        self.head.rank.is_some() || by_body()
+    pub fn named_rank(&self) -> NamedRank {
+        let in_header = self.head.rank.map(|span| self.text(span).trim());
+        match in_header.or_else(|| self.body_seen()?.rank) {
+            None => NamedRank::No,
+            Some(rank) => NamedRank::Yes(rank.parse().ok().map(Rank)),
+        }
+    }
+
+    /// The body's `user`, if something has looked into the body before.
+    #[must_use]
+    pub fn user(&self) -> Option<&str> {
+        self.body_seen()?.user.as_deref()
+    }
+
+    /// Whether the engine looks up nothing of the prompt in its cache, as far as the body has been looked into.
+    #[must_use]
+    pub fn skips_cache(&self) -> bool {
+        self.body_seen().is_some_and(BodyView::skips_cache)
     }
 
     /// Looks through the body in slices that give way, so that [`RequestView::body`] has it at hand afterwards.
