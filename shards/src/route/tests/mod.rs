@@ -10,8 +10,11 @@ use crate::inventory::{self, Medium, Run};
 use crate::load::{LoadSlot, Reservation};
 use crate::service::{Blend, Endpoint, EndpointShared, KvExact, MissReason};
 
+mod blend;
+mod disagg;
 mod exact;
 mod property;
+mod select;
 
 const SHARD: ShardId = ShardId(0);
 /// Enough tokens that the cap of the saving plays no part: 100 blocks and one token.
