@@ -18,6 +18,7 @@ use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 use crate::prompt::Rendering;
+use crate::rates::Rates;
 use crate::usage::Statements;
 
 mod policy;
@@ -501,6 +502,8 @@ pub struct EndpointShared {
     pub kv_blocks: AtomicU64,
     /// What its engine says of its load, as far as somebody asks.
     pub engine: EngineLoad,
+    /// How soon its answers begin.
+    pub rates: Rates,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
     /// What its engine says of its cache, for the ingest thread.
@@ -520,6 +523,7 @@ impl EndpointShared {
             connect_failures: AtomicU32::new(0),
             kv_blocks: AtomicU64::new(0),
             engine: EngineLoad::default(),
+            rates: Rates::default(),
             predictions: Predictions::default(),
             usage: Statements::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),
