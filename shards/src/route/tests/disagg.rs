@@ -29,11 +29,6 @@ impl Fleet {
         assert_eq!((decision.endpoint.0, decision.tier), (endpoint, tier));
     }
 
-    fn down(self, indices: &[usize]) -> Self {
-        indices.iter().for_each(|index| assert!(self.service.endpoints[*index].shared.mark_down()));
-        self
-    }
-
     fn decode(&mut self, pinned: Option<u16>, tried: &[u16]) -> Option<u16> {
         let tried: Vec<_> = tried.iter().copied().map(EndpointIndex).collect();
         let mut chooser = Chooser { shard: SHARD, loads: &self.loads, turn: &mut self.turn };

@@ -67,6 +67,11 @@ impl Fleet {
         }
     }
 
+    fn down(self, indices: &[usize]) -> Self {
+        indices.iter().for_each(|index| assert!(self.service.endpoints[*index].shared.mark_down()));
+        self
+    }
+
     fn cold(self, index: usize, blocks: u64) -> Self {
         self.service.endpoints[index].shared.kv_blocks.store(blocks, Ordering::Relaxed);
         self

@@ -17,11 +17,6 @@ impl Fleet {
         self
     }
 
-    fn down(self, index: usize) -> Self {
-        self.service.endpoints[index].shared.mark_down();
-        self
-    }
-
     /// Where a request without any score goes.
     fn sent(&mut self, facts: Facts<'_>) -> u16 {
         let decision = self.with_facts(&facts).expect("there are candidates");
@@ -48,7 +43,7 @@ fn hashes_go_by_the_number_of_endpoints_and_those_of_a_failed_one_by_what_is_lef
     let mut fleet = Fleet::new(4).select(Select::ClientHash);
     assert_eq!(places(&mut fleet), [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]);
     // 1, 5, 9 and 13 divided by 4 are 0 to 3: places among endpoints 0, 2 and 3.
-    let mut fleet = fleet.down(1);
+    let mut fleet = fleet.down(&[1]);
     assert_eq!(places(&mut fleet), [0, 0, 2, 3, 0, 2, 2, 3, 0, 3, 2, 3, 0, 0, 2, 3]);
     // One that drains is no longer counted.
     let mut fleet = Fleet::new(4).select(Select::ClientHash).weights(&[1, 0, 1, 1]);
@@ -91,7 +86,7 @@ fn weighted_hashes_give_each_endpoint_its_part_of_all_keys() {
     let places = |fleet: &mut Fleet| (0..8).map(|key| fleet.sent(of_prefix(key))).collect::<Vec<_>>();
     assert_eq!(places(&mut fleet), [0, 1, 1, 1, 2, 2, 2, 2]);
     // 4 to 7 divided by 8 are 0: the first place among 1 + 3.
-    assert_eq!(places(&mut fleet.down(2)), [0, 1, 1, 1, 0, 0, 0, 0]);
+    assert_eq!(places(&mut fleet.down(&[2])), [0, 1, 1, 1, 0, 0, 0, 0]);
 }
 
 #[test]
@@ -100,7 +95,11 @@ fn bounded_hashing_keeps_a_key_at_its_owner_up_to_the_bound_and_gives_the_rest_t
     let key = 0x1234_5678_9abc_def0;
     let ring: Vec<usize> = fleet.service.ring.as_ref().expect("a ring").from(key).map(EndpointIndex::index).collect();
     let mut order: Vec<usize> = Vec::new();
-    ring.iter().for_each(|place| if !order.contains(place) { order.push(*place) });
+    ring.iter().for_each(|place| {
+        if !order.contains(place) {
+            order.push(*place)
+        }
+    });
     let mut loads = [0; 4];
     let mut sent = Vec::new();
     for _ in 0..8 {
@@ -125,7 +124,7 @@ fn bounded_hashing_keeps_a_key_at_its_owner_up_to_the_bound_and_gives_the_rest_t
     }
     assert_eq!(sent, [true, true, true, false]);
     fleet.set_loads(&[]);
-    let mut fleet = fleet.down(order[0]);
+    let mut fleet = fleet.down(&[order[0]]);
     assert_eq!(usize::from(fleet.sent(of_prefix(key))), order[1]);
 }
 
@@ -144,7 +143,7 @@ fn a_client_persists_and_only_those_of_a_failed_endpoint_move() {
         let share = before.iter().filter(|place| **place == endpoint).count();
         assert!((70..=130).contains(&share), "{share} of 400");
     }
-    let after = places(&mut fleet.down(2));
+    let after = places(&mut fleet.down(&[2]));
     assert!(before.iter().zip(&after).all(|(before, after)| before == after || *before == 2));
     assert!(!after.contains(&2));
 }
@@ -172,7 +171,7 @@ fn a_pin_wins_in_sels_0_and_3_while_its_endpoint_is_a_candidate() {
     for select in [Select::RoundRobin, Select::Expected, Select::Persist] {
         let mut fleet = Fleet::new(4).select(select);
         assert!((0..5).all(|_| fleet.sent(pinned) == 2), "{select:?}");
-        assert_ne!(fleet.down(2).sent(pinned), 2, "{select:?}");
+        assert_ne!(fleet.down(&[2]).sent(pinned), 2, "{select:?}");
     }
     let mut fleet = Fleet::new(4).select(Select::LeastConnections);
     assert!((0..20).any(|_| fleet.sent(pinned) != 2));
@@ -184,13 +183,13 @@ fn a_pin_wins_in_sels_0_and_3_while_its_endpoint_is_a_candidate() {
 fn every_sel_finds_a_backup_and_passes_over_what_is_masked() {
     for select in Select::ALL {
         let facts = Facts { client: 77, conversation: Some(78), ..of_prefix(79) };
-        let mut fleet = Fleet::new(5).select(select).weights(&[0, 3, 1, 1, 1]).down(1).loads(&[0, 0, 1, 2, 0]);
+        let mut fleet = Fleet::new(5).select(select).weights(&[0, 3, 1, 1, 1]).down(&[1]).loads(&[0, 0, 1, 2, 0]);
         fleet.service.endpoints[4].backup = true;
         fleet.service.endpoints[3].retired = true;
         assert!((0..9).all(|_| fleet.sent(facts) == 2), "{select:?}: 0 drains, 1 is down, 3 is gone, 4 is a backup");
-        let mut fleet = fleet.down(2);
+        let mut fleet = fleet.down(&[2]);
         assert!((0..9).all(|_| fleet.sent(facts) == 4), "{select:?}");
-        assert_eq!(fleet.down(4).with_facts(&facts), None, "{select:?}");
+        assert_eq!(fleet.down(&[4]).with_facts(&facts), None, "{select:?}");
     }
 }
 
