@@ -10,8 +10,8 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crossbeam::queue::ArrayQueue;
@@ -31,6 +31,12 @@ const OWN_MAX: usize = 4_096;
 const RENEW_PARTS: u32 = 16;
 /// No decode endpoint, in a packed pin.
 const NO_DECODE: u16 = u16::MAX;
+
+/// Seconds on the clock of sessions, of nanoseconds on that of the process.
+#[must_use]
+pub fn seconds(now_ns: u64) -> u32 {
+    u32::try_from(now_ns / 1_000_000_000).unwrap_or(u32::MAX)
+}
 
 /// The key of a session; none where the id is empty or too long.
 #[must_use]

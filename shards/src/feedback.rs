@@ -178,9 +178,9 @@ mod tests {
     #[test]
     fn what_a_demoted_endpoint_holds_counts_as_much_as_it_was_right() {
         let trust = Trust::default();
-        (0..100).for_each(|_| drop(trust.note(of(160, 80))));
+        (0..100).for_each(|_| _ = trust.note(of(160, 80)));
         assert_eq!((trust.is_demoted(), trust.percent()), (true, 50));
-        (0..100).for_each(|_| drop(trust.note(of(160, 0))));
+        (0..100).for_each(|_| _ = trust.note(of(160, 0)));
         assert_eq!(trust.percent(), 0);
     }
 

@@ -20,7 +20,14 @@ use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 use crate::prompt::Rendering;
 use crate::rates::Rates;
+use crate::route::Tier;
 use crate::usage::Statements;
+
+mod policy;
+mod ring;
+
+pub use policy::{Blend, Disagg, PrefixHashing, Role, Select, SessionSource, Sessions};
+pub use ring::Ring;
 
 /// Everything a shard needs to serve: handed over whole, swapped at once.
 #[derive(Debug)]
@@ -48,6 +55,14 @@ pub struct Service {
     pub model: Option<String>,
     /// Which endpoint a request goes to that nothing else decides (`sel`).
     pub select: Select,
+    /// How prompts' beginnings are hashed, where `select` asks for it.
+    pub hashing: PrefixHashing,
+    /// The ring of [`Select::BoundedHash`]; none for others.
+    pub ring: Option<Ring>,
+    /// Sessions that stay where they are; none = requests are on their own.
+    pub sessions: Option<Sessions>,
+    /// Prefill and decode on separate endpoints; none = one pool.
+    pub pd: Option<Disagg>,
     /// Engine kind behind the rule.
     pub engine: Engine,
     /// KV-exact routing; none = plain load balancing.
@@ -61,13 +76,32 @@ pub struct Service {
 }
 
 /// How a service's requests are carried, beside where to.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProxyOptions {
     /// Every answer says why it came from where it came (`x-kvlane-route`), not only where a client asks for it
     /// (`routeHeader`).
     pub route_header: bool,
     /// Engines' own metrics are read (`scrapeMetrics`).
     pub scrape: bool,
+    /// Nodes of a shard's tree of texts that were sent, at most (`pd_trie_nodes_max`); beyond it the texts that were sent
+    /// longest ago are forgotten.
+    pub trie_nodes_max: u32,
+    /// So many connects in a row that fail open the breaker (`cb_enable`; on in P/D rules); 0 = it stays closed.
+    pub breaker_failures: u32,
+    /// So many answers of status 500 or more in a row open it (`LLB_PD_ORIGIN_ERR_THRESHOLD`, in P/D rules); 0 = none do.
+    pub breaker_errors: u32,
+}
+
+impl Default for ProxyOptions {
+    fn default() -> Self {
+        ProxyOptions {
+            route_header: false,
+            scrape: false,
+            trie_nodes_max: 32_768,
+            breaker_failures: 0,
+            breaker_errors: 0,
+        }
+    }
 }
 
 /// How a rule's `path_prefix` is compared.
@@ -79,13 +113,40 @@ pub enum PathMatch {
     Exact(String),
 }
 
-/// Selection of an endpoint where no tier above decides (`sel`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Select {
-    /// 0: each shard goes round the candidates, starting at an offset of its own.
-    RoundRobin,
-    /// 4: the candidate with the fewest requests in flight.
-    LeastConnections,
+impl Service {
+    /// A rule without anything special: round robin, for any host, path and model, with state of its own.
+    #[must_use]
+    pub fn plain(id: ServiceId, listen: SocketAddr, endpoints: Vec<Endpoint>, shards: usize) -> Self {
+        Service {
+            id,
+            name: String::new(),
+            listen,
+            host: None,
+            path: None,
+            model: None,
+            select: Select::RoundRobin,
+            hashing: PrefixHashing::default(),
+            ring: None,
+            sessions: None,
+            pd: None,
+            engine: Engine::Vllm,
+            proxy: ProxyOptions::default(),
+            kv: None,
+            endpoints,
+            shared: Arc::new(ServiceShared::new(shards)),
+        }
+    }
+
+    /// The ring that the rule's `sel` asks for; call it when `endpoints`, `select` and `hashing` are there.
+    #[must_use]
+    pub fn with_ring(self) -> Self {
+        let wanted = self.select == Select::BoundedHash;
+        let in_rule = self.endpoints.iter().filter(|endpoint| !endpoint.retired);
+        let ring = wanted.then(|| {
+            Ring::new(in_rule.map(|endpoint| (endpoint.shared.index, endpoint.address)), self.hashing.replication)
+        });
+        Service { ring, ..self }
+    }
 }
 
 /// Engine kinds (`kvEngineType`).
@@ -144,6 +205,13 @@ pub struct KvExact {
     pub add_bos: Option<bool>,
     /// How engines are asked for the ids of chats that they render in code (`kvEngineRender`); none = they are not.
     pub engine_render: Option<EngineRender>,
+    /// How overlap is weighed against load (`LOXILB_KV_LB_MODE`).
+    pub blend: Blend,
+    /// What a request in flight costs in the soft blends, over the endpoint's blocks (`LOXILB_KV_LOAD_PENALTY`).
+    pub load_penalty: u32,
+    /// What the endpoints can do together, which the adaptive blends measure load by (`LOXILB_KV_CAP_SUM_MILLI`); none =
+    /// as much as the fleet they were tuned on.
+    pub capacity_sum_milli: Option<u32>,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -161,6 +229,34 @@ pub struct KvExact {
 }
 
 impl KvExact {
+    /// Routing by KV cache with every other value as it is by default in a single pool.
+    #[must_use]
+    pub fn with_defaults(block_tokens: u32, contract: Contract, inventory: inventory::ReaderFactory) -> Self {
+        KvExact {
+            block_tokens,
+            ranks: 1,
+            contract,
+            algo_given: true,
+            other_forms: Vec::new(),
+            weights: MediumWeights::default(),
+            adapters: HashMap::new(),
+            chat_template: None,
+            chat_template_kwargs: None,
+            add_bos: None,
+            engine_render: None,
+            blend: Blend::default(),
+            load_penalty: 32,
+            capacity_sum_milli: None,
+            min_match_tokens: 16,
+            spill_relief: true,
+            mean_load_factor: 175,
+            seed_every: 16,
+            seed_min_blocks: 16,
+            zero_hit_every: 50,
+            inventory,
+        }
+    }
+
     /// How the service's engines turn requests into prompts.
     #[must_use]
     pub fn rendering(&self, engine: Engine) -> Rendering<'_> {
@@ -228,11 +324,30 @@ pub struct Endpoint {
     pub backup: bool,
     /// No longer in the rule.
     pub retired: bool,
+    /// What it does for the rule.
+    pub role: Role,
+    /// Where its NIXL side channel listens (`nixl_port`); 0 = not said.
+    pub nixl_port: u16,
     /// State carried over updates.
     pub shared: Arc<EndpointShared>,
 }
 
 impl Endpoint {
+    /// An endpoint without anything special, of weight 1.
+    #[must_use]
+    pub fn at(address: SocketAddr, shared: EndpointShared) -> Self {
+        Endpoint {
+            address,
+            dns_name: None,
+            weight: 1,
+            backup: false,
+            retired: false,
+            role: Role::Normal,
+            nixl_port: 0,
+            shared: Arc::new(shared),
+        }
+    }
+
     /// Whether a tier may choose the endpoint: in the rule, up, not draining.
     #[must_use]
     pub fn is_candidate(&self) -> bool {
@@ -375,10 +490,50 @@ pub struct ServiceStats {
     pub broken_answers: AtomicU64,
     /// Requests whose client left before the end of the answer.
     pub client_gone: AtomicU64,
+    /// Decisions by [`Tier`].
+    pub tiers: [AtomicU64; Tier::ALL.len()],
+    /// Decisions of Tier 1.5 that a claim made: the endpoint will have stored the prompt's beginning soon.
+    pub claims: AtomicU64,
+    /// Nodes of the shard's tree of texts.
+    pub trie_nodes: AtomicU64,
     /// Prompt tokens that would have hit at the best candidate and do not where the request went.
     pub regret_tokens: AtomicU64,
     /// Prompt tokens that some endpoint holds, candidate or not, and that do not hit where the request went.
     pub oracle_gap_tokens: AtomicU64,
+}
+
+/// What an engine says of itself in its metrics: written by whoever scrapes them, which is also who takes back what is
+/// too old to be believed.
+#[derive(Debug, Default)]
+pub struct EngineLoad {
+    /// Requests that wait in the engine, plus 1; 0 = not known.
+    queued: AtomicU32,
+    /// Blocks of its cache (`num_gpu_blocks`); 0 = not known.
+    blocks: AtomicU32,
+}
+
+impl EngineLoad {
+    /// Notes what the engine says of its queue; none where it says nothing, or long ago.
+    pub fn set_queued(&self, requests: Option<u32>) {
+        self.queued.store(requests.map_or(0, |requests| requests.saturating_add(1)), Ordering::Relaxed);
+    }
+
+    /// Notes how many blocks the engine's cache has.
+    pub fn set_blocks(&self, blocks: Option<u32>) {
+        self.blocks.store(blocks.unwrap_or(0), Ordering::Relaxed);
+    }
+
+    /// Requests that wait in the engine, as of the last scrape.
+    #[must_use]
+    pub fn queued(&self) -> Option<u32> {
+        self.queued.load(Ordering::Relaxed).checked_sub(1)
+    }
+
+    /// Blocks of the engine's cache.
+    #[must_use]
+    pub fn blocks(&self) -> Option<u32> {
+        Some(self.blocks.load(Ordering::Relaxed)).filter(|blocks| *blocks > 0)
+    }
 }
 
 /// State of an endpoint that outlives a compilation: found again by service and address.
@@ -392,11 +547,19 @@ pub struct EndpointShared {
     up: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
+    /// Answers of status 500 or more since the last one below 400.
+    origin_errors: AtomicU32,
+    /// The breaker is open: the endpoint is out, and stays so for longer than one that was not there for a moment.
+    tripped: AtomicBool,
+    /// Times the breaker was closed again because the endpoint answers probes.
+    pub heals: AtomicU64,
     /// Whether the engine takes a request to the rank that a header names, by its release. Written by the control core.
     conveys_rank: AtomicBool,
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
+    /// What its engine says of its load, as far as somebody asks.
+    pub engine: EngineLoad,
     /// How soon its answers begin.
     pub rates: Rates,
     /// What shards expect its engine to hold, for the ingest thread.
@@ -418,8 +581,12 @@ impl EndpointShared {
             slot,
             up: AtomicBool::new(true),
             connect_failures: AtomicU32::new(0),
+            origin_errors: AtomicU32::new(0),
+            tripped: AtomicBool::new(false),
+            heals: AtomicU64::new(0),
             conveys_rank: AtomicBool::new(false),
             kv_blocks: AtomicU64::new(0),
+            engine: EngineLoad::default(),
             rates: Rates::default(),
             predictions: Predictions::default(),
             usage: Statements::default(),
@@ -432,6 +599,43 @@ impl EndpointShared {
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.up.load(Ordering::Relaxed)
+    }
+
+    /// Whether the breaker is open.
+    #[must_use]
+    pub fn is_tripped(&self) -> bool {
+        self.tripped.load(Ordering::Relaxed)
+    }
+
+    /// Opens the breaker, which takes the endpoint out; true if it was closed.
+    pub fn trip(&self) -> bool {
+        let news = !self.tripped.swap(true, Ordering::Relaxed);
+        self.mark_down();
+        news
+    }
+
+    /// Closes the breaker half: one more answer of status 500 or more opens it again, one below 400 closes it.
+    pub fn half_close(&self, breaker_errors: u32) {
+        if self.tripped.swap(false, Ordering::Relaxed) {
+            self.origin_errors.store(breaker_errors.saturating_sub(1), Ordering::Relaxed);
+            self.heals.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes the status of an answer into account; true if it is one too many. A refusal (4xx) says nothing of the
+    /// endpoint.
+    pub fn answered(&self, status: u16, breaker_errors: u32) -> bool {
+        match status {
+            500.. if breaker_errors > 0 => self.origin_errors.fetch_add(1, Ordering::Relaxed) + 1 >= breaker_errors,
+            400.. => false,
+            _ => {
+                // Read first: all is well most of the time, and a line that is not written stays where it is.
+                if self.origin_errors.load(Ordering::Relaxed) != 0 {
+                    self.origin_errors.store(0, Ordering::Relaxed);
+                }
+                false
+            }
+        }
     }
 
     /// Whether a header chooses the rank that serves a request.
@@ -478,6 +682,8 @@ pub struct EndpointStats {
     pub hit_tokens: AtomicU64,
     /// Connects refused or timed out.
     pub connect_failures: AtomicU64,
+    /// Times the shard opened the breaker.
+    pub trips: AtomicU64,
     /// Answers whose engine said what it took from its cache, and what was predicted to.
     pub compared: AtomicU64,
     /// Those of them that were wrong: more than one block less than predicted.
@@ -524,5 +730,28 @@ impl Tables {
             });
         }
         map
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_in_a_row_open_the_breaker_and_after_it_closed_half_one_more_does() {
+        let endpoint = EndpointShared::new(EndpointIndex(0), LoadSlot(0), 1);
+        for (status, opens) in
+            [(500, false), (503, false), (200, false), (500, false), (404, false), (500, false), (502, true)]
+        {
+            assert_eq!(endpoint.answered(status, 3), opens, "{status}");
+        }
+        assert!(endpoint.trip() && !endpoint.trip() && !endpoint.is_up() && endpoint.is_tripped());
+        endpoint.half_close(3);
+        assert!(endpoint.mark_up() && !endpoint.is_tripped());
+        assert!(endpoint.answered(500, 3), "half closed");
+        assert!(!endpoint.answered(200, 3) && !endpoint.answered(500, 3), "closed");
+        assert!(!(0..10).any(|_| endpoint.answered(500, 0)), "there is none");
+        endpoint.half_close(3);
+        assert_eq!(endpoint.heals.load(Ordering::Relaxed), 1);
     }
 }

@@ -29,10 +29,12 @@ pub fn read_metrics(engine: Engine, text: &str) -> EngineMetrics {
         Engine::Trtllm | Engine::Llamacpp => return EngineMetrics::default(),
     };
     let blocks = match engine {
-        Engine::Vllm => sum_by_rank(text, "vllm:cache_config_info", rank, |sample| sample.label("num_gpu_blocks")?.parse().ok()),
-        _ => sum_by_rank(text, "sglang:num_pages", rank, Sample::value),
+        Engine::Vllm => {
+            sum_by_rank(text, "vllm:cache_config_info", rank, |sample| sample.label("num_gpu_blocks")?.parse().ok())
+        }
+        _ => sum_by_rank(text, "sglang:num_pages", rank, |sample| sample.value()),
     };
-    EngineMetrics { queued: sum_by_rank(text, queued, rank, Sample::value), blocks }
+    EngineMetrics { queued: sum_by_rank(text, queued, rank, |sample| sample.value()), blocks }
 }
 
 /// The sum over ranks of the largest value of each: processes that share a rank may all report it.
@@ -107,9 +109,14 @@ mod tests {
 
     #[test]
     fn what_is_not_said_or_makes_no_sense_is_not_known() {
-        for text in ["", "vllm:num_requests_waiting", "vllm:num_requests_waiting{engine=\"0\"", "<html>",
-            "vllm:num_requests_waiting{engine=\"0\"} NaN", "vllm:num_requests_waiting{engine=\"0\"} -1"]
-        {
+        for text in [
+            "",
+            "vllm:num_requests_waiting",
+            "vllm:num_requests_waiting{engine=\"0\"",
+            "<html>",
+            "vllm:num_requests_waiting{engine=\"0\"} NaN",
+            "vllm:num_requests_waiting{engine=\"0\"} -1",
+        ] {
             assert_eq!(read_metrics(Engine::Vllm, text), EngineMetrics::default(), "{text}");
         }
         let text = "vllm:num_requests_waiting 1\nvllm:cache_config_info{num_gpu_blocks=\"None\"} 1.0";

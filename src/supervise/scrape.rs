@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use shards::service::{Engine, EndpointShared};
+use shards::service::{EndpointShared, Engine};
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 

@@ -11,6 +11,7 @@ use super::Proxy;
 use super::answer::Refusal;
 use super::client::{Client, Request, is_ours};
 use super::evidence;
+use super::known::Known;
 use super::models;
 use super::outgoing::{ID_HEADER, Outgoing, announce_length, id_of, push_line};
 use super::relay::{self, CLOSE_LINE, Fault, Heard, Terms};
@@ -23,7 +24,7 @@ use crate::ids::{EndpointIndex, Rank};
 use crate::load::Reservation;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
-use crate::route::{self, Chooser, Decision, Evidence};
+use crate::route::{self, Chooser, Decision, Evidence, Pin};
 use crate::service::{Endpoint, count};
 use crate::usage::Tail;
 
@@ -67,6 +68,11 @@ pub async fn exchange(proxy: &Proxy, client: &mut Client, mut request: Request, 
     } else {
         match routes.pick(listen, &view) {
             Pick::Service(local) => {
+                if local.service.pd.is_some() {
+                    let refusal =
+                        Refusal::NotImplemented("prefill and decode on separate endpoints are not built yet".into());
+                    return refuse(proxy, client, &request, &refusal).await;
+                }
                 if models::is_asked(&view) {
                     return models::answer(proxy, client, &local, &view).await;
                 }
@@ -91,15 +97,15 @@ async fn serve(
     let view = RequestView::new(&request.head, &request.bytes);
     let score = match client.guard(None, score::score(proxy, local, &routes.models, &view)).await {
         Ok(score) => score,
-        Err(interrupt) => {
-            if interrupt == Interrupt::ClientGone {
-                count(&stats.client_gone);
-            }
-            return Next::Close;
-        }
+        Err(interrupt) => return left(local, proxy, interrupt),
     };
     let resendable = is_resendable(&view);
     let api = Api::of(view.method(), view.path());
+    let known = Known::of(proxy, &local.service, &view, client.address());
+    let known = match client.guard(None, known).await {
+        Ok(known) => known,
+        Err(interrupt) => return left(local, proxy, interrupt),
+    };
     let (named_rank, skips_cache) = (view.named_rank(), view.skips_cache());
     announce_length(&mut request);
     let mut attempt = Attempt {
@@ -107,6 +113,7 @@ async fn serve(
         local,
         request,
         api,
+        known,
         named_rank,
         skips_cache,
         evidence: None,
@@ -132,6 +139,14 @@ async fn serve(
         }
         Err(Failure::Close) => Next::Close,
     }
+}
+
+/// A client left, or was cut, before its request was sent.
+fn left(local: &LocalService, proxy: &Proxy, interrupt: Interrupt) -> Next {
+    if interrupt == Interrupt::ClientGone {
+        count(&local.service.shared.stats_of(proxy.id).client_gone);
+    }
+    Next::Close
 }
 
 async fn refuse(proxy: &Proxy, client: &mut Client, request: &Request, refusal: &Refusal) -> Next {
@@ -189,6 +204,8 @@ struct Attempt<'a> {
     request: Request,
     /// What the request asks for, where it has a prompt.
     api: Option<Api>,
+    /// What is known of it beside its prompt's blocks.
+    known: Known,
     /// What the client says of the rank that is to serve it.
     named_rank: NamedRank,
     /// The engine looks up nothing of the prompt in its cache.
@@ -217,8 +234,7 @@ impl Attempt<'_> {
             let pool = &self.local.pools[decision.endpoint.index()];
             let rank = self.conveyed_rank(&decision);
             if self.local.service.proxy.route_header || self.request.head.explain {
-                let load = self.proxy.loads.seen_by(self.proxy.id, endpoint.shared.slot).requests();
-                self.evidence = Some(evidence::text(&self.local.service, score, &decision, rank, load, tried.len()));
+                self.evidence = Some(evidence::text(&self.local.service, score, &decision, rank, tried.len()));
             }
             // Before anything is awaited: the next decision must see this one.
             let uncached = self.uncached_tokens(score, &decision);
@@ -229,6 +245,7 @@ impl Attempt<'_> {
             };
             if connected.is_some() {
                 self.count_decision(score, &decision);
+                self.known.sent(self.proxy, self.local, Pin { prefill: decision.endpoint, decode: None });
             }
             while let Some(upstream) = connected.take() {
                 let reused = upstream.reused;
@@ -276,7 +293,8 @@ impl Attempt<'_> {
             (Evidence::Scored { prompt_tokens, .. }, Some(runs)) => Evidence::Scored { prompt_tokens, runs },
             (evidence, _) => evidence,
         };
-        route::decide(&self.local.service, evidence, tried, &mut chooser)
+        let facts = self.known.facts(self.proxy, self.local, evidence, tried);
+        route::decide(&self.local.service, &facts, &mut chooser)
     }
 
     /// What is said when no endpoint is left.
@@ -310,11 +328,23 @@ impl Attempt<'_> {
         endpoint.shared.connect_failures.fetch_add(1, Ordering::Relaxed);
         count(&endpoint.shared.stats_of(self.proxy.id).connect_failures);
         count(&self.local.service.shared.stats_of(self.proxy.id).connect_failovers);
+        let breaker = self.local.service.proxy.breaker_failures;
+        if breaker > 0 && endpoint.shared.connect_failures.load(Ordering::Relaxed) >= breaker {
+            self.trip(endpoint, "so many connects in a row failed");
+        }
         if endpoint.shared.mark_down() {
             tracing::warn!(%error, endpoint = %endpoint.address, rule = self.local.service.id.0,
                 "endpoint refused a connection and is out until a probe finds it again");
         }
         Ok(None)
+    }
+
+    /// Opens an endpoint's breaker.
+    fn trip(&self, endpoint: &Endpoint, why: &str) {
+        if endpoint.shared.trip() {
+            count(&endpoint.shared.stats_of(self.proxy.id).trips);
+            tracing::warn!(endpoint = %endpoint.address, rule = self.local.service.id.0, "breaker open: {why}");
+        }
     }
 
     async fn forward(
@@ -348,6 +378,9 @@ impl Attempt<'_> {
         }
         self.began = true;
         self.status = begun.head.status;
+        if endpoint.shared.answered(self.status, self.local.service.proxy.breaker_errors) {
+            self.trip(endpoint, "so many answers in a row were errors of its own");
+        }
         let stats = self.local.service.shared.stats_of(proxy.id);
         count(&stats.responses[usize::from(begun.head.status / 100).min(5)]);
         let head = &self.request.head;

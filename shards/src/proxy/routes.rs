@@ -6,7 +6,9 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use super::known::{LocalTrie, is_cache_aware};
 use super::models::ModelsCache;
 use super::upstream::{Pool, Pools};
 use crate::belief::NamedRank;
@@ -28,6 +30,8 @@ pub struct LocalService {
     pub reader: Option<Reader>,
     /// Idle upstream connections, by endpoint.
     pub pools: Vec<Rc<Pool>>,
+    /// Where texts were sent on this shard, where the service asks for it; kept over updates.
+    pub trie: Option<Rc<LocalTrie>>,
     /// The union of the endpoints' model lists, for a moment.
     pub models: ModelsCache,
 }
@@ -170,12 +174,16 @@ impl Routes {
     pub fn compile(tables: &Tables, before: &Routes, shard: ShardId, pools: &Pools) -> Self {
         let turns: HashMap<ServiceId, &Rc<RefCell<Turn>>> =
             before.services().map(|local| (local.service.id, &local.turn)).collect();
+        let tries: HashMap<ServiceId, &Rc<LocalTrie>> =
+            before.services().filter_map(|local| Some((local.service.id, local.trie.as_ref()?))).collect();
         let local = |service: Arc<Service>| {
+            let known = tries.get(&service.id).filter(|_| is_cache_aware(&service));
             let turn = turns.get(&service.id).map(|turn| Rc::clone(turn));
             Rc::new(LocalService {
                 turn: turn.unwrap_or_else(|| Rc::new(RefCell::new(Turn::starting_at(shard)))),
                 reader: service.kv.as_ref().map(|kv| kv.inventory.reader()),
                 pools: service.endpoints.iter().map(|endpoint| pools.of(endpoint.address)).collect(),
+                trie: known.map(|trie| Rc::clone(trie)).or_else(|| LocalTrie::of(&service)),
                 models: ModelsCache::default(),
                 service,
             })
@@ -190,6 +198,17 @@ impl Routes {
     /// All services.
     pub fn services(&self) -> impl Iterator<Item = &Rc<LocalService>> {
         self.by_address.values().flatten()
+    }
+
+    /// What must be done now and then: trees forget what was sent to endpoints that are down, and show their size.
+    pub fn look_after(&self, shard: ShardId) {
+        for local in self.services() {
+            if let Some(trie) = &local.trie {
+                trie.look_after(&local.service);
+                let nodes = trie.borrow().nodes() as u64;
+                local.service.shared.stats_of(shard).trie_nodes.store(nodes, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Whether choosing the service of a request that came in at `listen` hangs on its body.
@@ -278,7 +297,6 @@ fn path_matches(wanted: Option<&PathMatch>, path: &str) -> bool {
 mod tests {
     use super::*;
     use crate::http::request::{HeadLimits, parse};
-    use crate::service::{Engine, ProxyOptions, Select, ServiceShared};
 
     #[test]
     fn a_host_is_compared_without_its_port() {
@@ -294,18 +312,10 @@ mod tests {
         let text = |text: &Option<&str>| text.map(str::to_owned);
         let service = |(id, (host, path, model)): (usize, &(Option<&str>, Option<&str>, Option<&str>))| {
             Arc::new(Service {
-                id: ServiceId(id as u32),
-                name: String::new(),
-                listen,
                 host: text(host),
                 path: text(path).map(PathMatch::Prefix),
                 model: text(model),
-                select: Select::RoundRobin,
-                engine: Engine::Vllm,
-                proxy: ProxyOptions::default(),
-                kv: None,
-                endpoints: Vec::new(),
-                shared: Arc::new(ServiceShared::new(1)),
+                ..Service::plain(ServiceId(id as u32), listen, Vec::new(), 1)
             })
         };
         let services = rules.iter().enumerate().map(service).collect();

@@ -9,7 +9,7 @@ use crate::ids::{EndpointIndex, Rank};
 use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::proxy::score::Score;
-use crate::route::{Decision, Tier};
+use crate::route::{Decision, Reason, Tier};
 use crate::service::{Endpoint, add, count};
 use crate::usage::{Tail, Usage};
 
@@ -99,6 +99,8 @@ impl Attempt<'_> {
     /// Counts a decision that is carried out.
     pub(super) fn count_decision(&self, score: &Score, decision: &Decision) {
         let service = &self.local.service;
+        let shared = service.shared.stats_of(self.proxy.id);
+        count(&shared.tiers[decision.tier as usize]);
         let Some(kv) = &service.kv else { return };
         if matches!(score, Score::NotAsked) {
             return;
@@ -115,12 +117,15 @@ impl Attempt<'_> {
         }
         let shard = self.proxy.id;
         if let Some(reason) = decision.miss {
-            count(&service.shared.stats_of(shard).misses[reason as usize]);
+            count(&shared.misses[reason as usize]);
         }
         if let Score::Runs { prompt_tokens, runs, .. } = score {
-            let stats = service.shared.stats_of(shard);
             let held = belief::held_anywhere(kv, *prompt_tokens, runs);
-            add(&stats.oracle_gap_tokens, held.saturating_sub(decision.hit_tokens));
+            add(&shared.oracle_gap_tokens, held.saturating_sub(decision.hit_tokens));
+            add(&shared.regret_tokens, decision.best_tokens.saturating_sub(decision.hit_tokens));
+        }
+        if decision.reason == Reason::Claim {
+            count(&shared.claims);
         }
         if decision.tier == Tier::KvExact {
             let stats = service.endpoints[decision.endpoint.index()].shared.stats_of(shard);
