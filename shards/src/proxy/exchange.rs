@@ -14,7 +14,7 @@ use super::evidence;
 use super::known::Known;
 use super::models;
 use super::outgoing::{ID_HEADER, Outgoing, announce_length, id_of, push_line};
-use super::relay::{self, CLOSE_LINE, Fault, Heard, Terms};
+use super::relay::{self, CLOSE_LINE, Fault, Heard, Progress, Terms};
 use super::routes::{LocalService, Pick, RequestView, Routes};
 use super::score::{self, Score};
 use super::upstream::{Pool, Upstream};
@@ -186,9 +186,12 @@ struct Sent<'a> {
 }
 
 impl Sent<'_> {
-    /// The answer to a request sent at a time has begun: its prompt waits no longer, and the endpoint's speed may be
-    /// learned from how long it did.
-    fn began(self, endpoint: &Endpoint, teaches: bool, at: Instant) {
+    /// The answer to a request sent at a time has begun or ended. When it begins, its prompt waits no longer, and the
+    /// endpoint's speed may be learned from how long it did.
+    fn progress(&mut self, progress: Progress, endpoint: &Endpoint, teaches: bool, at: Instant) {
+        if progress == Progress::Ended {
+            return self.reservation.end();
+        }
         self.reservation.first_byte();
         if teaches {
             let (uncached_tokens, ahead) = (self.uncached, self.reservation.ahead());
@@ -353,7 +356,7 @@ impl Attempt<'_> {
         endpoint: &Endpoint,
         pool: &Pool,
         mut upstream: Upstream,
-        sent: Sent<'_>,
+        mut sent: Sent<'_>,
     ) -> Result<Next, Fault> {
         let proxy = self.proxy;
         self.sends += 1;
@@ -398,7 +401,7 @@ impl Attempt<'_> {
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
         let teaches = self.api.is_some() && begun.head.status == 200 && begun.head.event_stream;
-        let heard = Heard { body_began: || sent.began(endpoint, teaches, at), tail };
+        let heard = Heard { progress: |progress| sent.progress(progress, endpoint, teaches, at), tail };
         let reusable = relay::relay(client, &mut upstream, begun, terms, heard, &proxy.limits, &proxy.buffers).await?;
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
