@@ -9,7 +9,7 @@ use super::rows::{Rows, Turn};
 use super::{Chooser, select, tier15};
 use crate::ids::EndpointIndex;
 use crate::load::View;
-use crate::service::{Disagg, MissReason, Role, Service};
+use crate::service::{Disagg, Endpoint, MissReason, Role, Service};
 
 /// Load factor of the cap at which a session's endpoint counts as overloaded, percent, where Tier 1.5 brings none.
 const SESSION_LOAD_FACTOR: u32 = 175;
@@ -23,10 +23,8 @@ pub(super) fn choose_prefill(
 ) -> Option<Decision> {
     let loads = chooser.loads.view(chooser.shard);
     let turn = &mut *chooser.turn;
-    turn.rows.fill(service, Role::Decode, facts.tried, loads);
-    let has_decode = turn.rows.candidates > 0;
     turn.rows.fill(service, Role::Prefill, facts.tried, loads);
-    if !has_decode || turn.rows.candidates == 0 {
+    if turn.rows.candidates == 0 || !has_decode(service, facts) {
         turn.rows.fill(service, Role::Normal, facts.tried, loads);
         let place = select::least_connections(turn)?;
         return Some(plain(place, Tier::Rescue, Reason::Rescue, None, &turn.rows));
@@ -58,6 +56,14 @@ pub(super) fn choose_decode(
     turn.rows.fill(service, Role::Decode, tried, loads);
     let pinned = pinned.filter(|pinned| turn.rows.is_candidate(*pinned));
     pinned.or_else(|| least_load(service, turn).map(|place| EndpointIndex(place as u16)))
+}
+
+/// Whether somebody can compute the answer.
+fn has_decode(service: &Service, facts: &Facts<'_>) -> bool {
+    let decodes = |endpoint: &Endpoint| {
+        endpoint.role == Role::Decode && endpoint.is_candidate() && !facts.tried.contains(&endpoint.shared.index)
+    };
+    service.endpoints.iter().any(decodes)
 }
 
 fn plain(place: usize, tier: Tier, reason: Reason, miss: Option<MissReason>, rows: &Rows) -> Decision {
