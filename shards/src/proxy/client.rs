@@ -58,6 +58,7 @@ pub struct Request {
 
 /// What came of waiting for a request.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "one for each request, taken apart at once")]
 pub enum Incoming {
     /// A request.
     Request(Request),
