@@ -8,7 +8,7 @@ use super::scan::{Member, Scan};
 /// Top-level members of a request body that the gateway reads: raw JSON text inside the body, decoded when used.
 ///
 /// A repeated member counts by its last value, as in Python. An explicit `null` is like an absent member.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BodyView<'a> {
     /// `model`, unescaped; none when it is no string.
     pub model: Option<Cow<'a, str>>,

@@ -33,6 +33,12 @@ const RUN_BYTES_MAX: usize = 4 * 1024;
 const SLICE_TIME: Duration = Duration::from_micros(300);
 /// Token ids read from a list in one slice.
 const SLICE_IDS: usize = 4096;
+/// Bytes of a list after which its slice ends, however few ids they spell.
+const SLICE_LIST_BYTES: usize = 128 * 1024;
+/// Blanks beside an id that are passed over in one slice.
+const BLANKS_MAX: usize = 64 * 1024;
+/// Bytes of an id that are looked at: one more than the largest has.
+const ID_DIGITS_MAX: usize = 11;
 /// Bytes per token assumed until the first slice has shown better.
 const BYTES_PER_TOKEN_ASSUMED: u64 = 4;
 
@@ -113,6 +119,10 @@ enum Source<'a> {
     },
     /// The rest of a JSON list of ids, after its bracket.
     Ids(&'a str),
+    /// What is kept of a prompt that is cut off at its front, from this token on.
+    Kept {
+        at: usize,
+    },
     /// Nothing, but so many bytes have no keys, since nobody can tell cheaply where their tokens end.
     Unbroken {
         bytes: usize,
@@ -261,6 +271,7 @@ impl<'a> Job<'a> {
                 self.source = left.map_or(Source::Done, Source::Ids);
                 self.finish_piece();
             }
+            Source::Kept { at } => self.kept_slice(at),
         }
         self.cut_off();
         self.offered = self.memory.keys.len();
@@ -292,6 +303,10 @@ impl<'a> Job<'a> {
             Source::Text { at, .. } => self.memory.text.len() - at,
             Source::Ids(rest) => rest.len(),
             Source::Unbroken { bytes } => *bytes,
+            Source::Kept { at } => {
+                let open = self.cut_off.as_ref().map_or(0, |cut_off| cut_off.open.len());
+                return self.tokens + (open - at) as u64;
+            }
             Source::Done => return self.tokens,
         } as u64;
         if self.bytes_done == 0 {
@@ -365,6 +380,19 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
+    /// Hashes some of the tokens that are kept.
+    fn kept_slice(&mut self, at: usize) {
+        let open = self.cut_off.as_ref().map_or(&[][..], |cut_off| &cut_off.open);
+        let end = open.len().min(at + SLICE_IDS);
+        self.piece.extend_from_slice(&open[at..end]);
+        self.source = Source::Kept { at: end };
+        if end == open.len() {
+            self.source = Source::Done;
+            self.cut_off = None;
+        }
+        self.hash_piece();
+    }
+
     /// Hashes the piece; where tokens are cut off it waits until it is known which ones.
     fn finish_piece(&mut self) {
         match &mut self.cut_off {
@@ -384,10 +412,12 @@ impl<'a> Job<'a> {
                     self.source = Source::Done;
                 }
             }
-            Truncation::Last(kept) if matches!(self.source, Source::Done) => {
-                open.drain(..open.len().saturating_sub(kept));
+            Truncation::Last(kept) => {
+                if matches!(self.source, Source::Done) {
+                    self.source = Source::Kept { at: open.len().saturating_sub(kept) };
+                }
+                return;
             }
-            Truncation::Last(_) => return,
         }
         self.piece.append(open);
         self.hash_piece();
@@ -771,10 +801,16 @@ fn is_long_run(piece: &[u8]) -> bool {
 fn read_ids<'a>(list: &'a str, ids: &mut Vec<u32>) -> Result<Option<&'a str>, MissReason> {
     let mut rest = list;
     for _ in 0..SLICE_IDS {
-        rest = rest.trim_start();
-        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        let blanks = blanks(rest);
+        rest = &rest[blanks..];
+        if blanks == BLANKS_MAX || list.len() - rest.len() > SLICE_LIST_BYTES {
+            return Ok(Some(rest));
+        }
+        let digits = rest.bytes().take(ID_DIGITS_MAX).take_while(u8::is_ascii_digit).count();
         ids.push(rest[..digits].parse().map_err(|_| MissReason::Tokenize)?);
-        rest = rest[digits..].trim_start();
+        rest = &rest[digits..];
+        // So many blanks behind an id as are looked at in one slice: nobody writes more.
+        rest = &rest[self::blanks(rest)..];
         match rest.as_bytes().first() {
             Some(b',') => rest = &rest[1..],
             Some(b']') => return Ok(None),
@@ -782,6 +818,12 @@ fn read_ids<'a>(list: &'a str, ids: &mut Vec<u32>) -> Result<Option<&'a str>, Mi
         }
     }
     Ok(Some(rest))
+}
+
+/// Blanks that the text begins with, up to [`BLANKS_MAX`].
+fn blanks(text: &str) -> usize {
+    let blanks = text.bytes().take(BLANKS_MAX);
+    blanks.take_while(|byte| matches!(byte, b' ' | b'\n' | b'\r' | b'\t')).count()
 }
 
 #[cfg(test)]
