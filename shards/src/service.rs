@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
+use crate::bos::{BosEvidence, BosSettings};
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
 use crate::load::LoadSlot;
@@ -232,6 +233,8 @@ pub struct ServiceShared {
     pub seed_ticks: AtomicU64,
     /// Whether repeated prompts hit.
     pub zero_hits: ZeroHits,
+    /// Begin-of-text tokens, where use has shown what files and rule do not say.
+    pub bos: BosSettings,
     /// Counters, a row per shard.
     pub stats: Box<[ServiceStats]>,
 }
@@ -243,6 +246,7 @@ impl ServiceShared {
         ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
+            bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
     }
@@ -377,6 +381,8 @@ pub struct EndpointShared {
     pub rates: Rates,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
+    /// Which begin-of-text its engine puts before texts, where it is another than expected.
+    pub bos: BosEvidence,
     /// What its engine says of its cache, for the ingest thread.
     pub usage: Statements,
     /// Counters, a row per shard.
@@ -395,6 +401,7 @@ impl EndpointShared {
             kv_blocks: AtomicU64::new(0),
             rates: Rates::default(),
             predictions: Predictions::default(),
+            bos: BosEvidence::default(),
             usage: Statements::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),
         }

@@ -2,7 +2,8 @@
 //! calls that are refused.
 //!
 //! **Invariant.** One task looks, once a period, and keeps the outcome for API and metrics; the log hears of every change
-//! once. Nothing here changes how requests are routed.
+//! once. Nothing here changes how requests are routed, but for the begin-of-text token: what endpoints have shown of it is
+//! taken over here.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
@@ -38,6 +39,8 @@ pub enum EndpointLeg {
     Access,
     /// The blocks it tells of when drained are not of the rule's size.
     BlockSize,
+    /// It puts a begin-of-text token before texts, or not, unlike the model's files or the rule say.
+    Bos,
 }
 
 impl EndpointLeg {
@@ -50,6 +53,7 @@ impl EndpointLeg {
             EndpointLeg::Silent => "silent",
             EndpointLeg::Access => "access",
             EndpointLeg::BlockSize => "block_size",
+            EndpointLeg::Bos => "bos",
         }
     }
 }
@@ -102,6 +106,7 @@ pub(super) async fn watch_all(control: Control) {
                 findings.extend(model(&control, entry, &found, &models));
                 findings
                     .extend(drains.iter().find(|drain| is_of(drain, key)).and_then(|drain| block_size(entry, drain)));
+                findings.extend(bos(entry, place));
                 findings.extend(silence(&mut watches, key, entry, place, streams.get(&key).map_or(&[], Vec::as_slice)));
                 if !findings.is_empty() {
                     all.insert(key, findings);
@@ -135,6 +140,30 @@ fn block_size(entry: &Entry, drain: &DrainStatus) -> Option<EndpointFinding> {
          them matches a prompt, and it is served by sel"
     );
     Some(EndpointFinding { leg: EndpointLeg::BlockSize, detail })
+}
+
+/// Takes over what an endpoint has shown of the begin-of-text token, and says what is corrected.
+fn bos(entry: &Entry, place: &Place) -> Option<EndpointFinding> {
+    let settings = &entry.shared.bos;
+    for (model, adds) in settings.learn(&place.shared.bos) {
+        let service_id = entry.id.0;
+        info!(service_id, model, adds, "kvAddBos is corrected: an endpoint stores prompts as they begin this way");
+    }
+    let given = entry.rule.kv.as_ref().and_then(|kv| kv.prompts.add_bos);
+    let says = |(model, adds): (&str, bool)| {
+        let (does, source) = match (adds, given) {
+            (true, Some(_)) => ("put a begin-of-text token before texts", "kvAddBos is false"),
+            (true, None) => ("put a begin-of-text token before texts", "tokenizer.json does not"),
+            (false, Some(_)) => ("put no begin-of-text token before texts", "kvAddBos is true"),
+            (false, None) => ("put no begin-of-text token before texts", "tokenizer.json does"),
+        };
+        // A rule that says what is corrected is no fault any more.
+        (given != Some(adds)).then(|| {
+            format!("the engines {does} of {model}, and {source}: prompts are keyed as they do; set kvAddBos to {adds}")
+        })
+    };
+    let detail = settings.all().filter_map(says).collect::<Vec<_>>().join("; ");
+    (!detail.is_empty()).then_some(EndpointFinding { leg: EndpointLeg::Bos, detail })
 }
 
 fn access(entry: &Entry, found: &Found) -> Option<EndpointFinding> {

@@ -246,10 +246,9 @@ pub fn check_any_template(input: &[u8]) {
     let _ = template.takes_later_system();
     for engine in [Engine::Vllm, Engine::Sglang] {
         let render = || ChatRequest::of_chat(&view).and_then(|chat| chat::render(&chat, &template, engine));
-        let rendered = render();
-        assert_eq!(render(), rendered, "a template renders alike each time");
-        match rendered {
+        match render() {
             Ok(rendered) => {
+                assert_eq!(render().as_ref(), Ok(&rendered), "a template renders alike each time");
                 assert!(rendered.text.len() <= RENDERED_BYTES_MAX, "{} bytes", rendered.text.len());
                 check_one_by_one(&view, &template, engine, &rendered);
             }

@@ -73,6 +73,10 @@ pub struct Job<'a> {
     others: Vec<Other>,
     /// Tokens before the text.
     prefix: Vec<u32>,
+    /// Special tokens go around the text.
+    special: bool,
+    /// The first block with the other begin-of-text.
+    other_bos: Option<OtherBos>,
     /// What the engine cuts off.
     cut_off: Option<CutOff>,
     /// The tokens of one piece.
@@ -92,6 +96,22 @@ pub struct Job<'a> {
 struct Other {
     stream: KeyStream,
     keys: Vec<BlockKey>,
+}
+
+/// The first block of a prompt that begins with the begin-of-text token, or without it, unlike the job's own.
+#[derive(Debug)]
+struct OtherBos {
+    adds: bool,
+    stream: KeyStream,
+    first: Option<BlockKey>,
+}
+
+impl OtherBos {
+    fn feed(&mut self, mut tokens: &[u32]) {
+        if self.first.is_none() {
+            self.first = self.stream.next_key(&mut tokens);
+        }
+    }
 }
 
 impl Other {
@@ -246,6 +266,28 @@ impl<'a> Job<'a> {
         other.feed(&self.prefix);
         self.others.push(other);
         Ok(())
+    }
+
+    /// Has the first block keyed with the other begin-of-text too: see [`Job::other_bos`]. For a job before its first
+    /// slice; nothing comes of it where no special tokens go around the prompt, or where its begin was remembered.
+    pub fn watch_bos(&mut self, keying: Keying<'_>) {
+        let Some(block_tokens) = NonZeroU32::new(keying.block_tokens) else { return };
+        if !self.special || self.bytes_done > 0 || self.cut_off.is_some() {
+            return;
+        }
+        let ways = [true, false].map(|add| self.model.prefix(Some(add)));
+        let Some(other) = ways.iter().find(|way| **way != self.prefix) else { return };
+        let Ok(stream) = KeyStream::new(keying.contract, &self.extras, block_tokens) else { return };
+        let mut other_bos = OtherBos { adds: other.len() > self.prefix.len(), stream, first: None };
+        other_bos.feed(other);
+        self.other_bos = Some(other_bos);
+    }
+
+    /// The first block's key if the prompt began the other way, and whether that is with a begin-of-text token; none
+    /// where nobody asked ([`Job::watch_bos`]) or no block is full yet.
+    #[must_use]
+    pub fn other_bos(&self) -> Option<(BlockKey, bool)> {
+        self.other_bos.as_ref().and_then(|other| Some((other.first?, other.adds)))
     }
 
     /// Appends the keys made since the last call by the n-th stream that [`Job::also`] added.
@@ -432,6 +474,9 @@ impl<'a> Job<'a> {
         for other in &mut self.others {
             other.feed(&self.piece);
         }
+        if let Some(other) = &mut self.other_bos {
+            other.feed(&self.piece);
+        }
         self.piece.clear();
     }
 }
@@ -576,6 +621,8 @@ struct Opening<'o, 'a> {
     extras: PromptExtras,
     /// Tokens before the text.
     prefix: Vec<u32>,
+    /// Special tokens go around the text.
+    special: bool,
     truncation: Option<Truncation>,
 }
 
@@ -596,12 +643,13 @@ impl<'o, 'a> Opening<'o, 'a> {
     ) -> Result<Self, MissReason> {
         let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
         let extras = extras(view, keying.lora)?;
-        let (prefix, truncation) = (Vec::new(), None);
-        Ok(Opening { api, view, model, rendering, keying, block_tokens, extras, prefix, truncation })
+        let (prefix, special, truncation) = (Vec::new(), false, None);
+        Ok(Opening { api, view, model, rendering, keying, block_tokens, extras, prefix, special, truncation })
     }
 
     /// Puts special tokens before the text, or not.
     fn surround(&mut self, special: bool) -> Result<(), MissReason> {
+        self.special = special;
         if special {
             self.prefix = self.model.prefix(self.rendering.add_bos);
         }
@@ -731,6 +779,8 @@ impl<'o, 'a> Opening<'o, 'a> {
             stream: mark.stream,
             others: Vec::new(),
             prefix: self.prefix,
+            special: self.special,
+            other_bos: None,
             cut_off: self.truncation.map(|kept| CutOff { kept, open: Vec::new() }),
             piece: Vec::new(),
             scratch: Vec::new(),
