@@ -8,7 +8,7 @@ use super::scan::{Member, Scan};
 /// Top-level members of a request body that the gateway reads: raw JSON text inside the body, decoded when used.
 ///
 /// A repeated member counts by its last value, as in Python. An explicit `null` is like an absent member.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BodyView<'a> {
     /// `model`, unescaped; none when it is no string.
     pub model: Option<Cow<'a, str>>,
@@ -62,7 +62,7 @@ pub struct BodyView<'a> {
 }
 
 /// Members that ask for probabilities of tokens.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Logprobs {
     /// `prompt_logprobs` or `prompt_logprob_token_ids`.
     of_prompt: bool,

@@ -33,6 +33,12 @@ const RUN_BYTES_MAX: usize = 4 * 1024;
 const SLICE_TIME: Duration = Duration::from_micros(300);
 /// Token ids read from a list in one slice.
 const SLICE_IDS: usize = 4096;
+/// Bytes of a list after which its slice ends, however few ids they spell.
+const SLICE_LIST_BYTES: usize = 128 * 1024;
+/// Blanks beside an id that are passed over in one slice.
+const BLANKS_MAX: usize = 64 * 1024;
+/// Bytes of an id that are looked at: one more than the largest has.
+const ID_DIGITS_MAX: usize = 11;
 /// Bytes per token assumed until the first slice has shown better.
 const BYTES_PER_TOKEN_ASSUMED: u64 = 4;
 
@@ -67,6 +73,10 @@ pub struct Job<'a> {
     others: Vec<Other>,
     /// Tokens before the text.
     prefix: Vec<u32>,
+    /// Special tokens go around the text.
+    special: bool,
+    /// The first block with the other begin-of-text.
+    other_bos: Option<OtherBos>,
     /// What the engine cuts off.
     cut_off: Option<CutOff>,
     /// The tokens of one piece.
@@ -86,6 +96,22 @@ pub struct Job<'a> {
 struct Other {
     stream: KeyStream,
     keys: Vec<BlockKey>,
+}
+
+/// The first block of a prompt that begins with the begin-of-text token, or without it, unlike the job's own.
+#[derive(Debug)]
+struct OtherBos {
+    adds: bool,
+    stream: KeyStream,
+    first: Option<BlockKey>,
+}
+
+impl OtherBos {
+    fn feed(&mut self, mut tokens: &[u32]) {
+        if self.first.is_none() {
+            self.first = self.stream.next_key(&mut tokens);
+        }
+    }
 }
 
 impl Other {
@@ -113,6 +139,10 @@ enum Source<'a> {
     },
     /// The rest of a JSON list of ids, after its bracket.
     Ids(&'a str),
+    /// What is kept of a prompt that is cut off at its front, from this token on.
+    Kept {
+        at: usize,
+    },
     /// Nothing, but so many bytes have no keys, since nobody can tell cheaply where their tokens end.
     Unbroken {
         bytes: usize,
@@ -238,6 +268,28 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
+    /// Has the first block keyed with the other begin-of-text too: see [`Job::other_bos`]. For a job before its first
+    /// slice; nothing comes of it where no special tokens go around the prompt, or where its begin was remembered.
+    pub fn watch_bos(&mut self, keying: Keying<'_>) {
+        let Some(block_tokens) = NonZeroU32::new(keying.block_tokens) else { return };
+        if !self.special || self.bytes_done > 0 || self.cut_off.is_some() {
+            return;
+        }
+        let ways = [true, false].map(|add| self.model.prefix(Some(add)));
+        let Some(other) = ways.iter().find(|way| **way != self.prefix) else { return };
+        let Ok(stream) = KeyStream::new(keying.contract, &self.extras, block_tokens) else { return };
+        let mut other_bos = OtherBos { adds: other.len() > self.prefix.len(), stream, first: None };
+        other_bos.feed(other);
+        self.other_bos = Some(other_bos);
+    }
+
+    /// The first block's key if the prompt began the other way, and whether that is with a begin-of-text token; none
+    /// where nobody asked ([`Job::watch_bos`]) or no block is full yet.
+    #[must_use]
+    pub fn other_bos(&self) -> Option<(BlockKey, bool)> {
+        self.other_bos.as_ref().and_then(|other| Some((other.first?, other.adds)))
+    }
+
     /// Appends the keys made since the last call by the n-th stream that [`Job::also`] added.
     pub fn take_other_keys(&mut self, stream: usize, keys: &mut Vec<BlockKey>) {
         keys.append(&mut self.others[stream].keys);
@@ -261,6 +313,7 @@ impl<'a> Job<'a> {
                 self.source = left.map_or(Source::Done, Source::Ids);
                 self.finish_piece();
             }
+            Source::Kept { at } => self.kept_slice(at),
         }
         self.cut_off();
         self.offered = self.memory.keys.len();
@@ -292,6 +345,10 @@ impl<'a> Job<'a> {
             Source::Text { at, .. } => self.memory.text.len() - at,
             Source::Ids(rest) => rest.len(),
             Source::Unbroken { bytes } => *bytes,
+            Source::Kept { at } => {
+                let open = self.cut_off.as_ref().map_or(0, |cut_off| cut_off.open.len());
+                return self.tokens + (open - at) as u64;
+            }
             Source::Done => return self.tokens,
         } as u64;
         if self.bytes_done == 0 {
@@ -365,6 +422,19 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
+    /// Hashes some of the tokens that are kept.
+    fn kept_slice(&mut self, at: usize) {
+        let open = self.cut_off.as_ref().map_or(&[][..], |cut_off| &cut_off.open);
+        let end = open.len().min(at + SLICE_IDS);
+        self.piece.extend_from_slice(&open[at..end]);
+        self.source = Source::Kept { at: end };
+        if end == open.len() {
+            self.source = Source::Done;
+            self.cut_off = None;
+        }
+        self.hash_piece();
+    }
+
     /// Hashes the piece; where tokens are cut off it waits until it is known which ones.
     fn finish_piece(&mut self) {
         match &mut self.cut_off {
@@ -384,10 +454,12 @@ impl<'a> Job<'a> {
                     self.source = Source::Done;
                 }
             }
-            Truncation::Last(kept) if matches!(self.source, Source::Done) => {
-                open.drain(..open.len().saturating_sub(kept));
+            Truncation::Last(kept) => {
+                if matches!(self.source, Source::Done) {
+                    self.source = Source::Kept { at: open.len().saturating_sub(kept) };
+                }
+                return;
             }
-            Truncation::Last(_) => return,
         }
         self.piece.append(open);
         self.hash_piece();
@@ -400,6 +472,9 @@ impl<'a> Job<'a> {
             self.memory.keys.push(key);
         }
         for other in &mut self.others {
+            other.feed(&self.piece);
+        }
+        if let Some(other) = &mut self.other_bos {
             other.feed(&self.piece);
         }
         self.piece.clear();
@@ -546,6 +621,8 @@ struct Opening<'o, 'a> {
     extras: PromptExtras,
     /// Tokens before the text.
     prefix: Vec<u32>,
+    /// Special tokens go around the text.
+    special: bool,
     truncation: Option<Truncation>,
 }
 
@@ -566,12 +643,13 @@ impl<'o, 'a> Opening<'o, 'a> {
     ) -> Result<Self, MissReason> {
         let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
         let extras = extras(view, keying.lora)?;
-        let (prefix, truncation) = (Vec::new(), None);
-        Ok(Opening { api, view, model, rendering, keying, block_tokens, extras, prefix, truncation })
+        let (prefix, special, truncation) = (Vec::new(), false, None);
+        Ok(Opening { api, view, model, rendering, keying, block_tokens, extras, prefix, special, truncation })
     }
 
     /// Puts special tokens before the text, or not.
     fn surround(&mut self, special: bool) -> Result<(), MissReason> {
+        self.special = special;
         if special {
             self.prefix = self.model.prefix(self.rendering.add_bos);
         }
@@ -701,6 +779,8 @@ impl<'o, 'a> Opening<'o, 'a> {
             stream: mark.stream,
             others: Vec::new(),
             prefix: self.prefix,
+            special: self.special,
+            other_bos: None,
             cut_off: self.truncation.map(|kept| CutOff { kept, open: Vec::new() }),
             piece: Vec::new(),
             scratch: Vec::new(),
@@ -771,10 +851,16 @@ fn is_long_run(piece: &[u8]) -> bool {
 fn read_ids<'a>(list: &'a str, ids: &mut Vec<u32>) -> Result<Option<&'a str>, MissReason> {
     let mut rest = list;
     for _ in 0..SLICE_IDS {
-        rest = rest.trim_start();
-        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        let blanks = blanks(rest);
+        rest = &rest[blanks..];
+        if blanks == BLANKS_MAX || list.len() - rest.len() > SLICE_LIST_BYTES {
+            return Ok(Some(rest));
+        }
+        let digits = rest.bytes().take(ID_DIGITS_MAX).take_while(u8::is_ascii_digit).count();
         ids.push(rest[..digits].parse().map_err(|_| MissReason::Tokenize)?);
-        rest = rest[digits..].trim_start();
+        rest = &rest[digits..];
+        // So many blanks behind an id as are looked at in one slice: nobody writes more.
+        rest = &rest[self::blanks(rest)..];
         match rest.as_bytes().first() {
             Some(b',') => rest = &rest[1..],
             Some(b']') => return Ok(None),
@@ -782,6 +868,12 @@ fn read_ids<'a>(list: &'a str, ids: &mut Vec<u32>) -> Result<Option<&'a str>, Mi
         }
     }
     Ok(Some(rest))
+}
+
+/// Blanks that the text begins with, up to [`BLANKS_MAX`].
+fn blanks(text: &str) -> usize {
+    let blanks = text.bytes().take(BLANKS_MAX);
+    blanks.take_while(|byte| matches!(byte, b' ' | b'\n' | b'\r' | b'\t')).count()
 }
 
 #[cfg(test)]

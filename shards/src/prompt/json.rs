@@ -342,7 +342,7 @@ mod tests {
     use super::*;
 
     fn printed(text: &str) -> String {
-        pyvalue::repr(&value(text).unwrap())
+        pyvalue::repr(&value(text).unwrap()).unwrap()
     }
 
     #[test]
@@ -381,7 +381,7 @@ mod tests {
         let read = |from| {
             let mut seen = Vec::new();
             elements::<JsonError>(text, from, |value, place| {
-                seen.push((pyvalue::repr(&value), place));
+                seen.push((pyvalue::repr(&value).unwrap(), place));
                 Ok(())
             })
             .map(|()| seen)

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::time::SystemTime;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Rest, ValueKind};
+use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior, Value};
 
 use super::clock;
@@ -188,7 +188,7 @@ fn environment(now: fn() -> SystemTime) -> Result<Environment<'static>, Error> {
     environment.set_unknown_method_callback(methods::call);
     environment.set_formatter(|out, _, value| match value.as_str() {
         Some(text) => out.write_str(text).map_err(Error::from),
-        None => out.write_str(&pyvalue::str(value)).map_err(Error::from),
+        None => out.write_str(&pyvalue::str(value)?).map_err(Error::from),
     });
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
@@ -206,29 +206,34 @@ fn add_filters(environment: &mut Environment<'static>) {
     environment.add_filter("tojson", to_json);
     environment.add_filter("string", |value: &Value| pyvalue::str(value));
     environment.add_filter("trim", |value: &Value, chars: Option<String>| {
-        let text = pyvalue::str(value);
-        match chars {
+        let text = pyvalue::str(value)?;
+        Ok::<String, Error>(match chars {
             Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
             None => text.trim_matches(methods::is_space).to_owned(),
-        }
+        })
     });
-    environment.add_filter("join", |value: &Value, separator: Option<String>, kwargs: Kwargs| {
+    environment.add_filter("join", |state: &mut State, value: &Value, separator: Option<String>, kwargs: Kwargs| {
         let attribute: Option<String> = kwargs.get("attribute")?;
         kwargs.assert_all_used()?;
+        let separator = separator.unwrap_or_default();
         let mut parts = Vec::new();
         for item in value.try_iter()? {
             let item = match &attribute {
                 Some(name) => item.get_attr(name)?,
                 None => item,
             };
-            parts.push(pyvalue::str(&item));
+            let part = pyvalue::str(&item)?;
+            // The same text may stand there many times.
+            methods::pay_for(state, part.len() + separator.len())?;
+            parts.push(part);
         }
-        Ok::<String, Error>(parts.join(&separator.unwrap_or_default()))
+        Ok::<String, Error>(parts.join(&separator))
     });
     add_lazy_filters(environment);
     environment.add_filter("indent", indent);
-    environment.add_filter(LOOP_FILTER, |value: Value| match value.kind() {
+    environment.add_filter(LOOP_FILTER, |state: &mut State, value: Value| match value.kind() {
         ValueKind::String => {
+            methods::pay_for(state, value.len().unwrap_or(0) * size_of::<Value>())?;
             Ok(Value::from(value.as_str().unwrap_or_default().chars().map(Value::from).collect::<Vec<_>>()))
         }
         ValueKind::Undefined | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => Ok(value),
@@ -236,7 +241,7 @@ fn add_filters(environment: &mut Environment<'static>) {
     });
     for name in ["upper", "lower", "capitalize", "title"] {
         environment.add_filter(name, move |state: &mut State, value: &Value| {
-            methods::call(state, &Value::from(pyvalue::str(value)), name, &[])
+            methods::call(state, &Value::from(pyvalue::str(value)?), name, &[])
         });
     }
 }
@@ -279,24 +284,22 @@ fn add_tests(environment: &mut Environment<'static>) {
 }
 
 /// Python's `indent`: a newline at the end stays, and empty lines are not indented unless told so.
-fn indent(
-    value: &Value,
-    width: Option<Value>,
-    first: Option<bool>,
-    blank: Option<bool>,
-    kwargs: Kwargs,
-) -> Result<String, Error> {
+fn indent(state: &mut State, value: &Value, args: Rest<Value>) -> Result<String, Error> {
+    let (width, first, blank, kwargs): (Option<Value>, Option<bool>, Option<bool>, Kwargs) = from_args(&args)?;
     let width = width.or(kwargs.get("width")?);
     let first = first.or(kwargs.get("first")?).unwrap_or(false);
     let blank = blank.or(kwargs.get("blank")?).unwrap_or(false);
     kwargs.assert_all_used()?;
     let indention = match width {
-        Some(width) if width.kind() == ValueKind::String => pyvalue::str(&width),
+        Some(width) if width.kind() == ValueKind::String => pyvalue::str(&width)?,
         Some(width) => " ".repeat(usize::try_from(i64::try_from(width)?.clamp(0, 256)).unwrap_or(0)),
         None => "    ".to_owned(),
     };
     let mut out = String::new();
-    for (n, line) in methods::lines(&(pyvalue::str(value) + "\n")).into_iter().enumerate() {
+    let text = pyvalue::str(value)? + "\n";
+    let lines = methods::lines(&text);
+    methods::pay_for(state, text.len().saturating_add(lines.len().saturating_mul(indention.len())))?;
+    for (n, line) in lines.into_iter().enumerate() {
         if n > 0 {
             out.push('\n');
         }
@@ -328,8 +331,8 @@ fn to_json(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<Str
         let texts: Vec<Value> = separators.try_iter()?.collect();
         match texts.as_slice() {
             [item, key] => {
-                style.item_separator = pyvalue::str(item);
-                style.key_separator = pyvalue::str(key);
+                style.item_separator = pyvalue::str(item)?;
+                style.key_separator = pyvalue::str(key)?;
             }
             _ => return Err(Error::new(ErrorKind::InvalidOperation, "tojson: separators must be two")),
         }
@@ -393,5 +396,26 @@ mod tests {
         assert!(matches!(render(text, "{}"), Err(TemplateError::Render(_))));
         let text = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
         assert!(matches!(render(text, "{}"), Err(TemplateError::Render(_))));
+    }
+
+    /// A few operations that double or square what they are given.
+    #[test]
+    fn a_template_whose_values_explode_is_stopped() {
+        for grow in [
+            "set ns.x = [ns.x, ns.x]",
+            "set ns.x = ns.x ~ ns.x",
+            "set ns.x = (ns.x | string).replace('a', 'aa' ~ ns.x)",
+            "set ns.x = (ns.x | string).replace('', ns.x | string)",
+            "set ns.x = [ns.x, ns.x] | join(ns.x | string)",
+            "set ns.x = (ns.x | string).join([ns.x | string, ns.x | string, 'a'])",
+            "set ns.x = '{:>99999999999}'.format(ns.x)",
+            "set ns.x = (ns.x ~ '\n' ~ ns.x) | indent(ns.x | string, true)",
+            "set ns.x = [ns.x, ns.x] | tojson",
+        ] {
+            let text = format!(
+                "{{% set ns = namespace(x='aaaa') %}}{{% for n in range(60) %}}{{% {grow} %}}{{% endfor %}}{{{{ ns.x }}}}"
+            );
+            assert!(matches!(render(&text, "{}"), Err(TemplateError::Render(_))), "{grow}");
+        }
     }
 }
