@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-use crate::cli::{Ready, run};
+use crate::cli::{Ready, Surroundings, run};
 use crate::config::Config;
 use crate::cores::{Machine, Wishes, plan};
 
@@ -42,7 +42,8 @@ impl Gateway {
             let stop = async {
                 let _ = stopped.await;
             };
-            runtime.block_on(run(config, plan, stop, Some(say_ready))).expect("the gateway starts");
+            let surroundings = Surroundings::default();
+            runtime.block_on(run(config, plan, surroundings, stop, Some(say_ready))).expect("the gateway starts");
         });
         let ready = ready.blocking_recv().expect("the gateway starts");
         Gateway { ready, stop: Some(stop), thread: Some(thread) }
@@ -258,10 +259,10 @@ fn what_cannot_be_done_changes_nothing_and_says_why() {
         ("{}".to_owned(), 400, "serviceArguments: missing"),
         (with("mode", json!(null)), 400, "mode must be 4 (fullproxy)"),
         (with("kvBlockSize", json!(1)), 400, "kvBlockSize: 1 is not within 4 to 65536"),
-        (with("sel", json!(8)), 501, "sel: 8 is not built yet"),
-        (with("security", json!(1)), 501, "security: 1 is refused"),
+        (with("sel", json!(8)), 400, "sel: 8 is not built yet"),
+        (with("security", json!(1)), 400, "security: 1 is refused"),
         (with("kvEngineType", json!("llamacpp2")), 400, "kv-engine-type must be one of"),
-        (disaggregated.to_string(), 501, "P/D disaggregation is not built yet"),
+        (disaggregated.to_string(), 400, "P/D disaggregation is not built yet"),
         (plain(taken_port, json!([engine.endpoint()])).to_string(), 409, "cannot listen at 127.0.0.1"),
         (plain(gateway.ready.admin.port(), json!([engine.endpoint()])).to_string(), 409, "cannot listen at"),
         (format!("\"{}\"", "x".repeat(2 << 20)), 413, "length limit"),

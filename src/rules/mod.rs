@@ -22,7 +22,9 @@ mod kv;
 mod others;
 mod prompts;
 mod readback;
+mod request;
 mod seal;
+pub mod table;
 mod token;
 
 use std::collections::BTreeMap;
@@ -39,6 +41,7 @@ pub use check::{check, check_file, check_request};
 pub use defaults::{DrainPoll, KvDefaults};
 pub use prompts::PromptOptions;
 pub use readback::{contract_of, readback};
+pub use request::{Oper, Purpose, purpose_of};
 pub use seal::Nonce;
 pub use token::{EngineToken, TokenError};
 
