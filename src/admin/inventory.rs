@@ -17,6 +17,7 @@ use futures_core::Stream;
 use serde_json::json;
 use shards::ids::{EndpointIndex, ServiceId};
 use shards::inventory::ReaderFactory;
+use shards::service::Role;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use crate::supervise::View;
@@ -92,7 +93,11 @@ fn find(view: &View, wanted: &Wanted) -> Option<Found> {
         entry => entry?,
     };
     let endpoint = EndpointIndex(u16::try_from(wanted.endpoint).ok()?);
-    entry.places.get(endpoint.index())?.in_rule?;
+    let at = entry.places.get(endpoint.index())?.in_rule?;
+    // Decode endpoints have none.
+    if entry.rule.endpoints.get(at)?.role == Role::Decode {
+        return None;
+    }
     let algo = entry.rule.kv.as_ref()?.algo.name();
     Some(Found { service: wanted.service, endpoint, readers: entry.inventory.clone()?, algo })
 }
