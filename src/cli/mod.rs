@@ -9,6 +9,7 @@ mod doctor;
 mod events;
 mod explain;
 mod inquiry;
+mod reload;
 mod render;
 mod serve;
 
@@ -23,7 +24,7 @@ use crate::fields::Problem;
 use crate::hash_command::{self, HashArgs, HashError};
 use crate::rules::KvDefaults;
 
-pub use serve::{Ready, run};
+pub use serve::{Ready, Surroundings, run};
 
 /// A gateway that sends each LLM request to the engine that already holds its prompt prefix.
 #[derive(Debug, Parser)]
