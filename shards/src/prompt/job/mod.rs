@@ -33,7 +33,7 @@ pub const SLICE_BYTES: usize = 8 * 1024;
 /// encoding one cannot be interrupted.
 const RUN_BYTES_MAX: usize = 4 * 1024;
 /// Time after which a slice ends at the next mark: some texts tokenize ten times slower than others.
-const SLICE_TIME: Duration = Duration::from_micros(300);
+const SLICE_TIME: Duration = Duration::from_micros(150);
 /// Token ids read from a list in one slice.
 const SLICE_IDS: usize = 4096;
 /// Bytes per token assumed until the first slice has shown better.

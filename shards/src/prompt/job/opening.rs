@@ -15,6 +15,7 @@ use crate::prompt::model::Model;
 use crate::prompt::prefix_cache::{self, PrefixCache, Strides};
 use crate::prompt::recall::{self, Chat, Recalled};
 use crate::prompt::request::{self, Rendering, Source as PromptSource, Truncation};
+use crate::prompt::template::Template;
 use crate::prompt::{Api, json};
 use crate::service::{Engine, MissReason};
 
@@ -72,8 +73,15 @@ impl<'o, 'a> Opening<'o, 'a> {
     pub(super) fn is_large(&self, raw: &str) -> bool {
         match self.api {
             Api::Completions | Api::Generate => large::is_large_text(raw),
-            _ => large::is_large(raw) || self.has_large_members(),
+            _ => large::is_large(raw, self.objects_in_place()) || self.has_large_members(),
         }
+    }
+
+    /// Objects of a chat that are rendered in place.
+    fn objects_in_place(&self) -> usize {
+        let Rendering { template, engine, .. } = self.rendering;
+        // Where there is no template there is nothing to render.
+        self.model.template(template, self.view.tools.is_some(), engine).map_or(usize::MAX, Template::messages_in_place)
     }
 
     fn has_large_members(&self) -> bool {
@@ -117,8 +125,8 @@ impl<'o, 'a> Opening<'o, 'a> {
         let strides = prefix_cache::strides(&context, raw.as_bytes());
         let known = cache.known(&context, &strides, raw.as_bytes());
         // Large members are part of every excerpt.
-        if known < KNOWN_BYTES_MIN || self.has_large_members() || large::is_large(&raw[raw.ceil_char_boundary(known)..])
-        {
+        let new = &raw[raw.ceil_char_boundary(known)..];
+        if known < KNOWN_BYTES_MIN || self.has_large_members() || large::is_large(new, self.objects_in_place()) {
             let unknown = known <= IN_PLACE_BYTES;
             return Ok(Begun::Pending(self.pending(raw, strides, unknown)));
         }

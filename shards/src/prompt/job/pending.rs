@@ -75,6 +75,19 @@ impl<'a> Pending<'_, 'a> {
         Some(Glimpse { job, certain, part })
     }
 
+    /// Bytes of memory that [`Pending::step`] copies to; 0 where it copies nothing.
+    #[must_use]
+    pub fn copied_bytes(&self) -> usize {
+        if matches!(self.stage, Stage::Read(_)) { self.opening.view.body.len() } else { 0 }
+    }
+
+    /// Memory to copy to, instead of fresh one. Before the first step.
+    pub fn lend(&mut self, memory: Vec<u8>) {
+        if let Stage::Read(copying) = &mut self.stage {
+            copying.lend(memory);
+        }
+    }
+
     /// Does a slice of what must be done here before the task; whether all is done.
     pub fn step(&mut self) -> bool {
         match &mut self.stage {
@@ -102,7 +115,7 @@ impl<'a> Pending<'_, 'a> {
     pub fn finish(self, prepared: Prepared, cache: &mut PrefixCache) -> Result<Job<'a>, MissReason> {
         let Pending { mut opening, strides, stage, .. } = self;
         let Opening { view, model, rendering, .. } = opening;
-        let opened = match (prepared.0, stage) {
+        let opened = match (prepared.made, stage) {
             (Made::Text { text, special, whole, truncation }, _) => {
                 opening.truncation = truncation;
                 let mut nothing = PrefixCache::new(0);
