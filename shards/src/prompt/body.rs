@@ -79,7 +79,8 @@ impl<'a> BodyView<'a> {
     #[must_use]
     pub fn parse(body: &'a [u8]) -> Option<Self> {
         let mut scan = BodyScan::new(body);
-        while !scan.step(usize::MAX)? {}
+        // Each byte is looked at twice: the second time it is still near.
+        while !scan.step(STEP_BYTES)? {}
         Some(scan.view)
     }
 
@@ -275,6 +276,8 @@ impl<'a> BodyScan<'a> {
     }
 }
 
+/// Bytes looked at in one step where nobody has to be let by.
+const STEP_BYTES: usize = 16 * 1024;
 /// Bytes of a member's name as it stands, beyond which it is none that is read.
 const NAME_BYTES_MAX: usize = 256;
 /// Bytes of a model's name as it stands in the body. A longer one is like none.

@@ -22,6 +22,7 @@ use crate::service::{Engine, EngineRender, KvExact, MissReason, Service};
 use crate::usage::{Statement, Usage};
 
 use super::Proxy;
+use super::client::Buffers;
 use super::routes::{LocalService, RequestView};
 
 /// What is known of a request's prompt.
@@ -192,6 +193,8 @@ struct Means<'a> {
     pub ticket: &'a Ticket,
     /// The thread for work that cannot be sliced; without one it is done here.
     pub aside: Option<&'a Aside>,
+    /// Memory for copies of long bodies.
+    pub buffers: &'a Buffers,
 }
 
 /// Bytes of a request whose prompt is a slice or two: it does not stand in line behind long ones.
@@ -225,7 +228,12 @@ impl Pace {
 pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, request: &RequestView<'_>) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
-    let means = Means { prefixes: &proxy.prefixes, ticket: &proxy.ticket, aside: proxy.aside.as_ref() };
+    let means = Means {
+        prefixes: &proxy.prefixes,
+        ticket: &proxy.ticket,
+        aside: proxy.aside.as_ref(),
+        buffers: &proxy.buffers,
+    };
     request.look_through(means.ticket).await;
     let mut ticket = Pace::of(request, means.ticket).await;
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
@@ -303,6 +311,12 @@ async fn prepare<'a>(
     ticket: &mut Pace,
     means: Means<'_>,
 ) -> Result<Job<'a>, MissReason> {
+    let copied = pending.copied_bytes();
+    if copied > 0
+        && let Some(memory) = means.buffers.large(copied)
+    {
+        pending.lend(memory);
+    }
     while !pending.step() {
         ticket.breathe().await;
     }
@@ -313,10 +327,12 @@ async fn prepare<'a>(
         None => task.run(),
     };
     ticket.take(means.ticket).await;
+    let mut prepared = prepared?;
+    means.buffers.give_back(std::mem::take(&mut prepared.spare));
     if others_hold {
-        pending.finish(prepared?, &mut PrefixCache::new(0))
+        pending.finish(prepared, &mut PrefixCache::new(0))
     } else {
-        pending.finish(prepared?, &mut means.prefixes.borrow_mut())
+        pending.finish(prepared, &mut means.prefixes.borrow_mut())
     }
 }
 
