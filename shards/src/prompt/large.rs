@@ -23,7 +23,7 @@ const IN_PLACE_TEXT_BYTES: usize = if cfg!(test) { 4 * 1024 } else { 128 * 1024 
 /// Bytes of a prompt beyond which it is neither looked for among those remembered nor remembered.
 pub(super) const REMEMBERED_BYTES_MAX: usize = 4 * 1024 * 1024;
 /// Bytes of the body copied in one go.
-const COPY_BYTES: usize = if cfg!(test) { 1000 } else { 256 * 1024 };
+const COPY_BYTES: usize = if cfg!(test) { 1000 } else { 64 * 1024 };
 
 /// Whether so much JSON is better not read in place, where so many objects may be: each message costs some microseconds
 /// beside its text.

@@ -120,8 +120,8 @@ impl Upstream {
     }
 }
 
-/// Bytes of one write.
-const WRITE_BYTES_MAX: usize = 64 * 1024;
+/// Bytes of one write: less than a tenth of a millisecond.
+const WRITE_BYTES_MAX: usize = 128 * 1024;
 
 /// Writes `bytes[from..]`; gives the buffer back.
 pub async fn write_all<W: AsyncWriteRent>(
