@@ -53,6 +53,7 @@ impl Shards {
                 first_rung: Rung::DeferTaskrun,
                 limits: limits(),
                 loads: Arc::clone(&loads),
+                affinity: shards::affinity::Affinity::new().0,
                 aside: Some(Aside::start().expect("a thread")),
                 affinity: Arc::clone(&affinity),
             })
