@@ -96,7 +96,8 @@ fn operating_status(entry: &Entry) -> &'static str {
 pub(super) async fn stats(State(context): State<Context>, path: Taken<Names>, Asked(query): Asked) -> Response {
     answer(named(path, &query).and_then(|key| find(&context, &key)).map(|entry| {
         let endpoints = || entry.service.endpoints.iter().map(|endpoint| &endpoint.shared);
-        let active: u64 = endpoints().map(|shared| u64::from(context.control.loads.total(shared.slot).requests())).sum();
+        let active: u64 =
+            endpoints().map(|shared| u64::from(context.control.loads.total(shared.slot).requests())).sum();
         let total: u64 =
             endpoints().flat_map(|shared| &shared.stats).map(|row| super::metrics::read(&row.requests)).sum();
         json!({"activeConnections": active, "totalConnections": total})
