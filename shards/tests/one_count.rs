@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use shards::affinity::Affinity;
 use shards::block::{Contract, HashAlgo, NoneHash};
 use shards::executor::{Aside, Rung};
 use shards::ids::{EndpointIndex, Rank, ServiceId, ShardId};
@@ -42,7 +41,6 @@ impl Shards {
             .map(|index| Arc::new(EndpointShared::new(EndpointIndex(index as u16), LoadSlot(index as u32), count)))
             .collect();
         let mut all = Shards { shards: Vec::new(), addresses: Vec::new(), service, endpoints, publisher: None };
-        let (affinity, _pins) = Affinity::new();
         for id in 0..count {
             let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
             let address = listener.local_addr().expect("an address");
@@ -55,7 +53,6 @@ impl Shards {
                 loads: Arc::clone(&loads),
                 affinity: shards::affinity::Affinity::new().0,
                 aside: Some(Aside::start().expect("a thread")),
-                affinity: Arc::clone(&affinity),
             })
             .expect("the shard starts");
             let models = ModelTable::new([("m".to_owned(), Entry::Ready(Arc::clone(model)))]);
