@@ -10,6 +10,7 @@ mod addresses;
 mod answers;
 mod ask;
 mod contract;
+mod explain;
 mod guard;
 mod hosts;
 mod inventory;

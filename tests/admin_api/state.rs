@@ -1,13 +1,11 @@
 //! Rules that outlive the process, and the configuration file taken up while it runs.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use common::engines::StubEngine;
-use common::gateway::{Gateway, Options};
-use common::{Scratch, client, free_port, wait_for};
+use crate::common::engines::StubEngine;
+use crate::common::gateway::{Gateway, Options};
+use crate::common::{Scratch, client, free_port, wait_for};
 use serde_json::{Value, json};
 
 const LB: &str = "/netlox/v1/config/loadbalancer";

@@ -1,14 +1,12 @@
 //! Both command-line clients of the reference, as a gateway sees them: their requests byte for byte, and what they
 //! accept as an answer; and our own command line, which sends the same.
 
-mod common;
-
 use std::process::{Command, Output};
 
-use common::client::{Answer, Connection};
-use common::engines::StubEngine;
-use common::gateway::{Gateway, Options};
-use common::{client, free_port};
+use crate::common::client::{Answer, Connection};
+use crate::common::engines::StubEngine;
+use crate::common::gateway::{Gateway, Options};
+use crate::common::{client, free_port};
 use serde_json::{Value, json};
 
 /// A request as Go's HTTP client writes it.
@@ -219,7 +217,7 @@ fn what_is_saved_can_be_applied_again() {
             "--name=saved",
         ],
     );
-    let scratch = common::Scratch::new("saved");
+    let scratch = crate::common::Scratch::new("saved");
     let file = scratch.path().join("rules.json");
     let file = file.to_str().expect("text");
     right(&gateway, &["save", "--all", "-f", file]);

@@ -1,13 +1,11 @@
 //! Who may use the management API, over what, and what is never told.
 
-mod common;
-
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use common::engines::StubEngine;
-use common::gateway::{Gateway, Options};
-use common::{Scratch, client, free_address, free_port, wait_for};
+use crate::common::engines::StubEngine;
+use crate::common::gateway::{Gateway, Options};
+use crate::common::{Scratch, client, free_address, free_port, wait_for};
 use serde_json::json;
 
 const LB: &str = "/netlox/v1/config/loadbalancer";
