@@ -162,6 +162,7 @@ impl Applier<'_> {
             match (op, held.map(|held| held.holder)) {
                 (Op::Store(key), Some(holder)) => writer.store(key, holder),
                 (Op::Remove(key), Some(holder)) => writer.remove(key, holder),
+                (Op::Follow(before), _) => writer.follow(before),
                 (Op::Clear | Op::Rekey(_), old) => {
                     retire(old, wide, writer);
                     **held = add_holder(writer, Medium::Device, *endpoint, *rank, **keying, *eligible);

@@ -268,6 +268,7 @@ impl DrainSource {
     pub(crate) fn visit(&mut self, writer: &mut Writer) {
         for batch in self.drain.batches.try_iter().take(BATCHES_PER_VISIT).collect::<Vec<_>>() {
             let mut since_publish = 0;
+            writer.follow(None);
             for op in batch.ops {
                 self.apply(op, writer);
                 since_publish += 1;
