@@ -54,6 +54,11 @@ impl Run {
         self.live == 0
     }
 
+    /// Positions whose key somebody holds.
+    pub(super) fn live(&self) -> u64 {
+        self.live
+    }
+
     /// Whether somebody holds the key, and it stands at the position.
     pub(super) fn is_at(&self, position: usize, key: BlockKey) -> bool {
         position < RUN_MAX && self.live >> position & 1 == 1 && self.keys[position] == key

@@ -2,7 +2,7 @@
 //!
 //! A slot is taken at its home or behind it, with no free slot in between: finding a key is most often one access to
 //! memory, at a place known beforehand, so that the accesses for many keys overlap when their homes are read first
-//! ([`Slots::guess`]). A removal closes its gap, so there are no dead slots, however long keys come and go.
+//! ([`Slots::touch`]). A removal closes its gap, so there are no dead slots, however long keys come and go.
 //!
 //! A slot has a part of its key's hash, which tells its home, and the place of the key, where whoever looks for it
 //! compares.
@@ -112,6 +112,11 @@ impl Slots {
 
     fn next(&self, at: usize) -> usize {
         if at + 1 == self.slots.len() { 0 } else { at + 1 }
+    }
+
+    /// Reads the home of a key of that hash. What comes back means nothing.
+    pub(super) fn touch(&self, hash: u64) -> u64 {
+        self.slots.get(self.home(part_of(hash))).map_or(0, |slot| slot.0)
     }
 
     /// The place of a key of that hash: the one that is looked for, unless another's hash looks like it.

@@ -183,9 +183,12 @@ impl Table {
         self.segments[segment_of(hash, self.segments.len())].slots.guess(hash)
     }
 
-    /// Reads the slots of keys that are about to be changed.
-    fn touch(&self, keys: impl Iterator<Item = BlockKey>) {
-        let touch = |seen, key| seen ^ self.guess(key).map_or(0, Place::position);
+    /// Reads the slots of keys that are about to be looked up or changed, so that the accesses to memory overlap.
+    pub(super) fn touch(&self, keys: impl Iterator<Item = BlockKey>) {
+        let touch = |seen, key| {
+            let hash = hash_of(self.salt, key);
+            seen ^ self.segments[segment_of(hash, self.segments.len())].slots.touch(hash)
+        };
         std::hint::black_box(keys.fold(0, touch));
     }
 
@@ -213,7 +216,9 @@ impl Table {
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
         let empty = |segment: &Segment| {
-            segment.slots.is_empty() && segment.runs.iter().all(Run::is_empty) && segment.runs.len() == segment.free.len()
+            segment.slots.is_empty()
+                && segment.runs.iter().all(Run::is_empty)
+                && segment.runs.len() == segment.free.len()
         };
         self.segments.iter().all(empty)
     }
@@ -291,7 +296,8 @@ impl Table {
             if run.is_at(place.position(), *key) {
                 run.give(place.position(), holder.0);
             } else {
-                let more = next.iter().take(RUN_MAX).take_while(|next| next.what == What::Store && next.holder == *holder);
+                let more =
+                    next.iter().take(RUN_MAX).take_while(|next| next.what == What::Store && next.holder == *holder);
                 run.put(place.position(), *key, holder.0, || place.position() + 1 + more.count());
                 self.segment_mut(hash).slots.insert(hash, place);
             }

@@ -372,11 +372,27 @@ impl Model {
 #[derive(Clone, Debug)]
 enum Deed {
     /// An engine stores a piece of a prompt, and says rightly, wrongly or not at all what it follows.
-    Store { holder: usize, prompt: usize, from: usize, to: usize, follows: u8 },
+    Store {
+        holder: usize,
+        prompt: usize,
+        from: usize,
+        to: usize,
+        follows: u8,
+    },
     /// An engine evicts a piece of a prompt: from its end, from its beginning, or every third block.
-    Evict { holder: usize, prompt: usize, from: usize, to: usize, manner: u8 },
+    Evict {
+        holder: usize,
+        prompt: usize,
+        from: usize,
+        to: usize,
+        manner: u8,
+    },
     /// A rank comes, in a key space of its own or in a slower medium now and then.
-    Come { endpoint: u16, rank: u8, manner: u8 },
+    Come {
+        endpoint: u16,
+        rank: u8,
+        manner: u8,
+    },
     Clear(usize),
     Eligible(usize, bool),
     Publish,

@@ -196,14 +196,18 @@ impl Ahead {
         Some(place.at(place.position().checked_sub(before)?))
     }
 
-    /// Looks up every so many keys from one on: first where they stand, then what stands there, all at once.
+    /// Looks up every so many keys from one on. Each step reads what it needs of all of them before the next: a branch
+    /// that waits for memory keeps what comes after it from being read.
     fn look(&mut self, table: &Table, keys: &[BlockKey], from: usize, stride: usize) {
         (self.places, self.from, self.stride) = ([None; AHEAD], from, stride);
-        for (place, key) in self.places.iter_mut().zip(keys[from..].iter().step_by(stride)) {
-            *place = table.guess(*key);
+        let chosen = || keys[from..].iter().step_by(stride).take(AHEAD).copied();
+        table.touch(chosen());
+        for (place, key) in self.places.iter_mut().zip(chosen()) {
+            *place = table.guess(key);
         }
-        let touch = |seen, place: &Place| seen ^ table.run(*place).touch();
-        std::hint::black_box(self.places.iter().flatten().fold(0, touch));
+        let runs = || self.places.iter().flatten().map(|place| table.run(*place));
+        std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.live()));
+        std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.touch()));
     }
 
     /// Notes how long the piece of a run was that was passed.
