@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
@@ -188,6 +189,8 @@ pub struct KvExact {
     pub seed_min_blocks: u32,
     /// So many repeated prompts in a row without a hit are worth a warning (`LOXILB_KV_ZERO_HIT_N`).
     pub zero_hit_every: u32,
+    /// How long a request under way counts as what its endpoint will hold (`kvClaimMs`); zero = not at all.
+    pub claim_for: Duration,
     /// The service's inventory, to be read.
     pub inventory: inventory::ReaderFactory,
 }
@@ -216,6 +219,7 @@ impl KvExact {
             seed_every: 16,
             seed_min_blocks: 16,
             zero_hit_every: 50,
+            claim_for: Duration::from_secs(2),
             inventory,
         }
     }
@@ -497,6 +501,10 @@ pub struct EndpointShared {
     up: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
+    /// Times it was taken out.
+    downs: AtomicU32,
+    /// Times its caches were emptied; written by the ingest thread.
+    pub emptied: AtomicU32,
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
@@ -521,6 +529,8 @@ impl EndpointShared {
             slot,
             up: AtomicBool::new(true),
             connect_failures: AtomicU32::new(0),
+            downs: AtomicU32::new(0),
+            emptied: AtomicU32::new(0),
             kv_blocks: AtomicU64::new(0),
             engine: EngineLoad::default(),
             rates: Rates::default(),
@@ -538,7 +548,17 @@ impl EndpointShared {
 
     /// Takes the endpoint out; true if it was in.
     pub fn mark_down(&self) -> bool {
-        self.up.swap(false, Ordering::Relaxed)
+        let was_up = self.up.swap(false, Ordering::Relaxed);
+        if was_up {
+            self.downs.fetch_add(1, Ordering::Relaxed);
+        }
+        was_up
+    }
+
+    /// Changes whenever what was claimed of its caches is void.
+    #[must_use]
+    pub fn epoch(&self) -> u32 {
+        self.downs.load(Ordering::Relaxed).wrapping_add(self.emptied.load(Ordering::Relaxed))
     }
 
     /// Takes the endpoint back in; true if it was out.
@@ -567,6 +587,10 @@ pub struct EndpointStats {
     pub cold_seeds: AtomicU64,
     /// Prompt tokens predicted to hit.
     pub hit_tokens: AtomicU64,
+    /// Requests placed here by what requests under way will have stored.
+    pub claims: AtomicU64,
+    /// Prompt tokens that they are expected to find stored then, beyond what hits now.
+    pub claimed_tokens: AtomicU64,
     /// Connects refused or timed out.
     pub connect_failures: AtomicU64,
 }

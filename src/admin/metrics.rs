@@ -122,11 +122,13 @@ fn each_endpoint(view: &View) -> impl Iterator<Item = (Labels, &Endpoint)> {
 
 fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std::fmt::Result {
     type Read = fn(&EndpointStats) -> &AtomicU64;
-    let counters: [(&str, &str, Read); 6] = [
+    let counters: [(&str, &str, Read); 8] = [
         ("loxilb_pd_kv_tier15_hits", "Requests sent to the endpoint with the longest cached prefix", |s| &s.hits),
         ("loxilb_pd_kv_tier15_spills", "Hits that an overloaded winner gave to this endpoint", |s| &s.spills),
         ("loxilb_pd_kv_tier15_cold_seeds", "Hits given to this endpoint because it was cold", |s| &s.cold_seeds),
         ("kvlane_endpoint_requests", "Requests sent to the endpoint", |s| &s.requests),
+        ("kvlane_endpoint_claims", "Requests placed by what requests under way will have stored", |s| &s.claims),
+        ("kvlane_endpoint_claimed_tokens", "Prompt tokens that they will find stored then", |s| &s.claimed_tokens),
         ("kvlane_endpoint_hit_tokens", "Prompt tokens predicted to hit at the endpoint", |s| &s.hit_tokens),
         ("kvlane_endpoint_connect_failures", "Connects refused or timed out", |s| &s.connect_failures),
     ];

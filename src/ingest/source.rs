@@ -376,6 +376,11 @@ impl Source {
         self.socket.is_some() || self.is_asleep()
     }
 
+    /// Times that its blocks were given up all at once.
+    pub(crate) fn clears(&self) -> u64 {
+        self.stats.clears.load(Ordering::Relaxed)
+    }
+
     /// Whether its blocks are what its engine holds.
     pub(crate) fn is_eligible(&self) -> bool {
         self.eligible

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 
 /// A request as it arrived.
 #[derive(Clone, Debug)]
@@ -52,9 +52,31 @@ impl StubEngine {
     }
 }
 
+/// Holds answers back until it is opened.
+#[derive(Default)]
+pub struct Gate {
+    open: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl Gate {
+    /// Lets all answers go, those to come included.
+    pub fn open(&self) {
+        *self.open.lock().expect("no holder panics") = true;
+        self.opened.notify_all();
+    }
+
+    fn pass(&self) {
+        let closed = self.opened.wait_while(self.open.lock().expect("no holder panics"), |open| !*open);
+        drop(closed.expect("no holder panics"));
+    }
+}
+
 /// What a stub says of itself when the gateway asks.
 #[derive(Default)]
 pub struct Persona {
+    /// Holds answers to clients back.
+    pub gate: Option<Arc<Gate>>,
     /// Bodies by path; other paths get the same answer as everything.
     pub answers: Vec<(&'static str, String)>,
     /// What the gateway's own calls must show as a bearer token; without it they are answered 401.
@@ -84,10 +106,11 @@ fn serve(stream: TcpStream, notes: &Mutex<Vec<Seen>>, persona: &Persona) -> Opti
         } else {
             r#"{"object":"text_completion","choices":[]}"#
         };
-        let persona = if own { persona.answer(&seen) } else { None };
-        let (status, body) = persona.unwrap_or(("200 OK", usual));
+        let answer = if own { persona.answer(&seen) } else { None };
+        let (status, body) = answer.unwrap_or(("200 OK", usual));
         if !own {
             notes.lock().ok()?.push(seen);
+            persona.gate.iter().for_each(|gate| gate.pass());
         }
         let head =
             format!("HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n", body.len());

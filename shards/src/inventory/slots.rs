@@ -86,6 +86,10 @@ impl Slot {
     }
 }
 
+/// A free slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Vacant(usize);
+
 /// The slots of one segment.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Slots {
@@ -121,32 +125,32 @@ impl Slots {
 
     /// The place of a key of that hash: the one that is looked for, unless another's hash looks like it.
     pub(super) fn guess(&self, hash: u64) -> Option<Place> {
-        self.find(hash, |_| true)
+        self.find(hash, |_| true).ok()
     }
 
-    /// The place of the key of that hash which `is_there`. There is always a free slot, unless there is none at all.
-    pub(super) fn find(&self, hash: u64, is_there: impl Fn(Place) -> bool) -> Option<Place> {
+    /// The place of the key of that hash which `is_there`; else where its slot would be.
+    pub(super) fn find(&self, hash: u64, is_there: impl Fn(Place) -> bool) -> Result<Place, Vacant> {
         let part = part_of(hash);
         let mut at = self.home(part);
-        loop {
-            let slot = *self.slots.get(at)?;
-            if slot.is_free() {
-                return None;
-            }
+        // There is always a free slot, unless there is none at all.
+        while let Some(slot) = self.slots.get(at).filter(|slot| !slot.is_free()) {
             if slot.hash() == part && is_there(slot.place()) {
-                return Some(slot.place());
+                return Ok(slot.place());
             }
             at = self.next(at);
         }
+        Err(Vacant(at))
     }
 
-    /// Takes up a key that is not there.
-    pub(super) fn insert(&mut self, hash: u64, place: Place) {
-        if (self.keys + 1) * 8 > self.slots.len() * 7 {
-            self.resize(larger(self.slots.len()));
-        }
+    /// Takes up a key that was not found, and nothing has changed since.
+    pub(super) fn insert(&mut self, vacant: Vacant, hash: u64, place: Place) {
         self.keys += 1;
-        self.take_free(Slot::new(hash, place));
+        if self.keys * 8 > self.slots.len() * 7 {
+            self.resize(larger(self.slots.len()));
+            self.take_free(Slot::new(hash, place));
+        } else {
+            self.slots[vacant.0] = Slot::new(hash, place);
+        }
     }
 
     fn take_free(&mut self, slot: Slot) {
@@ -239,6 +243,11 @@ mod tests {
         Place::new(number as usize % SEGMENTS_MAX, number as usize * 7 % RUNS_MAX, number as usize % 64)
     }
 
+    fn insert(slots: &mut Slots, hash: u64, place: Place) {
+        let vacant = slots.find(hash, |other| other == place).expect_err("it is not there");
+        slots.insert(vacant, hash, place);
+    }
+
     #[test]
     fn a_place_keeps_its_parts_apart() {
         for (segment, run, position) in [(0, 0, 0), (SEGMENTS_MAX - 1, RUNS_MAX - 1, 63), (258, 70_000, 5)] {
@@ -260,7 +269,7 @@ mod tests {
     fn a_segment_of_the_expected_keys_is_content_with_its_room() {
         let mut slots = Slots::default();
         for key in 0..KEYS_EXPECTED as u64 + 350 {
-            slots.insert(key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20, place(key));
+            insert(&mut slots, key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20, place(key));
         }
         assert_eq!((slots.room(), slots.wants_resize()), (ROOM_FULL, false));
     }
@@ -277,7 +286,7 @@ mod tests {
             for (step, key) in steps {
                 match step {
                     0..4 => if model.insert(key, place(key)).is_none() {
-                        slots.insert(hash_of(key), place(key));
+                        insert(&mut slots, hash_of(key), place(key));
                     },
                     4..7 => if model.remove(&key).is_some() {
                         slots.remove(hash_of(key), place(key));
@@ -286,7 +295,7 @@ mod tests {
                 }
                 prop_assert_eq!(slots.keys, model.len());
                 for key in 0..60 {
-                    let found = slots.find(hash_of(key), |other| other == place(key));
+                    let found = slots.find(hash_of(key), |other| other == place(key)).ok();
                     prop_assert_eq!(found, model.get(&key).copied());
                 }
             }

@@ -4,7 +4,7 @@
 //! never from a clock or from the other side.
 
 use super::runs::{RUN_MAX, Row, Run, positions};
-use super::slots::{KEYS_EXPECTED, Place, RUNS_MAX, SEGMENTS_MAX, Slots};
+use super::slots::{KEYS_EXPECTED, Place, RUNS_MAX, SEGMENTS_MAX, Slots, Vacant};
 use super::{Medium, SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
 
@@ -152,10 +152,10 @@ impl Table {
 
     /// Where a key stands that somebody holds.
     pub(super) fn find(&self, key: BlockKey) -> Option<Place> {
-        self.find_hashed(hash_of(self.salt, key), key)
+        self.find_hashed(hash_of(self.salt, key), key).ok()
     }
 
-    fn find_hashed(&self, hash: u64, key: BlockKey) -> Option<Place> {
+    fn find_hashed(&self, hash: u64, key: BlockKey) -> Result<Place, Vacant> {
         let there = |place: Place| self.run(place).is_at(place.position(), key);
         self.segments[segment_of(hash, self.segments.len())].slots.find(hash, there)
     }
@@ -276,46 +276,58 @@ impl Table {
         }
     }
 
-    /// Where a key stands that is held: most often beside the one before.
-    fn find_near(&self, hash: u64, key: BlockKey) -> Option<Place> {
-        let beside = self.near.and_then(|near| {
+    /// Where a key stands that is held: most often beside the one before. Else where its slot would be.
+    fn find_near(&self, hash: u64, key: BlockKey) -> Result<Place, Vacant> {
+        if let Some(near) = self.near {
             let (run, position) = (self.run(near), near.position());
-            [position + 1, position, position.wrapping_sub(1)]
-                .into_iter()
-                .find(|position| run.is_at(*position, key))
-                .map(|position| near.at(position))
-        });
-        beside.or_else(|| self.find_hashed(hash, key))
-    }
-
-    fn store(&mut self, Change { key, holder, .. }: &Change, next: &[Change]) {
-        let hash = hash_of(self.salt, *key);
-        let place = self.find_near(hash, *key).or_else(|| self.place_anew(hash, *key));
-        if let Some(place) = place {
-            let run = self.run_mut(place);
-            if run.is_at(place.position(), *key) {
-                run.give(place.position(), holder.0);
-            } else {
-                let more =
-                    next.iter().take(RUN_MAX).take_while(|next| next.what == What::Store && next.holder == *holder);
-                run.put(place.position(), *key, holder.0, || place.position() + 1 + more.count());
-                self.segment_mut(hash).slots.insert(hash, place);
+            for beside in [position + 1, position, position.wrapping_sub(1)] {
+                if run.is_at(beside, key) {
+                    return Ok(near.at(beside));
+                }
             }
         }
-        (self.near, self.before) = (place, Some(*key));
+        self.find_hashed(hash, key)
     }
 
-    /// A place for a key that nobody holds: behind the one before, else in a run of its own. None where there is no
-    /// room for one more run.
-    fn place_anew(&mut self, hash: u64, key: BlockKey) -> Option<Place> {
-        debug_assert!(self.find(key).is_none(), "a key is alive in one place");
-        if let (Some(before), Some(place)) = (self.before, self.near)
-            && self.run(place).is_at(place.position(), before)
-            && self.run(place).is_free(place.position() + 1)
-        {
-            return Some(place.at(place.position() + 1));
-        }
-        let segment = self.segment_mut(hash);
+    fn store(&mut self, change: &Change, next: &[Change]) {
+        let hash = hash_of(self.salt, change.key);
+        let place = match self.find_near(hash, change.key) {
+            Ok(place) => {
+                self.run_mut(place).give(place.position(), change.holder.0);
+                Some(place)
+            }
+            Err(vacant) => self.store_anew(hash, vacant, change, next),
+        };
+        (self.near, self.before) = (place, Some(change.key));
+    }
+
+    /// Places a key that nobody holds behind the one before, else in a run of its own. None, and the store is dropped,
+    /// where there is no room for one more run.
+    fn store_anew(&mut self, hash: u64, vacant: Vacant, change: &Change, next: &[Change]) -> Option<Place> {
+        let Change { key, holder, .. } = *change;
+        let place = match self.behind() {
+            Some(place) => place,
+            None => self.new_run(hash)?,
+        };
+        let more = || {
+            let same = |next: &&Change| next.what == What::Store && next.holder == holder;
+            place.position() + 1 + next.iter().take(RUN_MAX).take_while(same).count()
+        };
+        self.run_mut(place).put(place.position(), key, holder.0, more);
+        self.segment_mut(hash).slots.insert(vacant, hash, place);
+        Some(place)
+    }
+
+    /// The place behind the key of the change before, where that is held and the place is free.
+    fn behind(&self) -> Option<Place> {
+        let (before, place) = (self.before?, self.near?);
+        let (run, position) = (self.run(place), place.position());
+        (run.is_at(position, before) && run.is_free(position + 1)).then(|| place.at(position + 1))
+    }
+
+    fn new_run(&mut self, hash: u64) -> Option<Place> {
+        let number = segment_of(hash, self.segments.len());
+        let segment = &mut self.segments[number];
         let run = match segment.free.pop() {
             Some(run) => run as usize,
             None if segment.runs.len() < RUNS_MAX => {
@@ -324,12 +336,12 @@ impl Table {
             }
             None => return None,
         };
-        Some(Place::new(segment_of(hash, self.segments.len()), run, 0))
+        Some(Place::new(number, run, 0))
     }
 
     fn remove(&mut self, Change { key, holder, .. }: &Change) {
         let hash = hash_of(self.salt, *key);
-        let Some(place) = self.find_near(hash, *key) else { return };
+        let Ok(place) = self.find_near(hash, *key) else { return };
         (self.near, self.before) = (Some(place), None);
         if self.run_mut(place).take(place.position(), holder.0) {
             self.segment_mut(hash).slots.remove(hash, place);

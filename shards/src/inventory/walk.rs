@@ -109,9 +109,10 @@ impl Walk {
             let mut inline = [Row::NONE];
             let rows = blocks.rows(&mut inline);
             if std::mem::take(&mut first) {
-                self.begin(table, rows, position);
+                self.begin(table, rows, position, same as u32);
+            } else {
+                self.keep(rows, position, same as u32);
             }
-            self.keep(rows, position, same as u32);
             self.depth += same as u32;
             at += same;
             ahead.passed(same);
@@ -119,14 +120,19 @@ impl Walk {
         !self.alive.is_empty()
     }
 
-    /// Takes up the eligible holders of block 0.
-    fn begin(&mut self, table: &Table, rows: &[Row], position: usize) {
+    /// Takes up the eligible holders of block 0, of the first so many blocks.
+    fn begin(&mut self, table: &Table, rows: &[Row], position: usize, blocks: u32) {
         self.slots_version = table.slots_version;
-        for row in rows.iter().filter(|row| row.bits >> position & 1 == 1) {
-            let counts = |slot: &&Slot| slot.state == SlotState::Eligible && slot.space == self.space;
+        for row in rows {
+            let has = (row.bits >> position).trailing_ones();
+            let counts = |slot: &&Slot| slot.state == SlotState::Eligible && slot.space == self.space && has > 0;
             let Some(slot) = table.slot(row.holder).filter(counts) else { continue };
-            self.alive.push(Alive { holder: row.holder, member: self.members.len() as u16 });
-            self.members.push(Member { holder: row.holder, generation: slot.generation, blocks: ALL });
+            let (holder, generation) = (row.holder, slot.generation);
+            let is_alive = has >= blocks;
+            if is_alive {
+                self.alive.push(Alive { holder, member: self.members.len() as u16 });
+            }
+            self.members.push(Member { holder, generation, blocks: if is_alive { ALL } else { has } });
         }
     }
 

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use super::Proxy;
 use super::answer::Refusal;
+use super::claiming::Claiming;
 use super::client::{Client, Request, is_ours};
 use super::models;
 use super::relay::{self, Fault, Heard, Terms};
@@ -230,8 +231,14 @@ impl Attempt<'_> {
         // Nothing is awaited while it is borrowed.
         let mut turn = self.local.turn.borrow_mut();
         let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
-        let facts = Facts { tried, ..Facts::of(score.evidence()) };
-        route::decide(&self.local.service, &facts, &mut chooser)
+        let body = &self.request.bytes[self.request.head.len..];
+        let claiming = Claiming::of(&self.proxy.claims, &self.local.service, score, body);
+        let claims = claiming.as_ref().map(Claiming::found).unwrap_or_default();
+        let facts = Facts { tried, claims: &claims, ..Facts::of(score.evidence()) };
+        let decision = route::decide(&self.local.service, &facts, &mut chooser)?;
+        // Before anything is awaited: the next decision must see it.
+        claiming.inspect(|claiming| claiming.claim(&decision));
+        Some(decision)
     }
 
     /// What is said when no endpoint is left.
@@ -406,6 +413,12 @@ impl Attempt<'_> {
         let shard = self.proxy.id;
         if let Some(reason) = decision.miss {
             count(&service.shared.stats_of(shard).misses[reason as usize]);
+        }
+        if decision.claimed_tokens > 0 {
+            let stats = service.endpoints[decision.endpoint.index()].shared.stats_of(shard);
+            count(&stats.claims);
+            let tokens = stats.claimed_tokens.load(Ordering::Relaxed) + decision.claimed_tokens;
+            stats.claimed_tokens.store(tokens, Ordering::Relaxed);
         }
         if decision.tier == Tier::KvExact {
             let stats = service.endpoints[decision.endpoint.index()].shared.stats_of(shard);

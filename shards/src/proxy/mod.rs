@@ -13,6 +13,7 @@
 mod answer;
 mod ask;
 mod asked;
+mod claiming;
 mod client;
 mod exchange;
 mod models;
@@ -29,6 +30,7 @@ use std::sync::Arc;
 
 use monoio::net::TcpStream;
 
+use crate::claims::Claims;
 use crate::executor::{Aside, Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
@@ -49,6 +51,7 @@ pub struct Proxy {
     id: ShardId,
     limits: Limits,
     loads: Arc<LoadTable>,
+    claims: Arc<Claims>,
     routes: RefCell<Rc<Routes>>,
     pools: Pools,
     connections: Rc<Connections>,
@@ -63,12 +66,13 @@ pub struct Proxy {
 impl Proxy {
     /// A proxy without rules. What is too large to be done in slices it does aside, or, without such a thread, in one go.
     #[must_use]
-    pub fn new(id: ShardId, limits: Limits, loads: Arc<LoadTable>, aside: Option<Aside>) -> Self {
+    pub fn new(id: ShardId, limits: Limits, loads: Arc<LoadTable>, claims: Arc<Claims>, aside: Option<Aside>) -> Self {
         let prefixes = RefCell::new(PrefixCache::new(limits.prompt_cache_bytes));
         Proxy {
             id,
             limits,
             loads,
+            claims,
             routes: RefCell::new(Rc::new(Routes::empty())),
             pools: Pools::default(),
             connections: Rc::default(),

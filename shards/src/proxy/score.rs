@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use crate::block::Contract;
 use crate::block::vllm::Tagging;
+use crate::claims::Claimable;
 use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
-use crate::ids::{BlockKey, EndpointIndex};
+use crate::ids::{BlockKey, EndpointIndex, ServiceId};
 use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{
@@ -74,6 +75,22 @@ impl Score {
     pub fn first_block(&self) -> Option<(BlockKey, bool)> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         keys.own.first().map(|first| (*first, !runs.is_empty()))
+    }
+
+    /// The prompt as claims see it; none where nothing of it can be claimed. The request's hash stands for what was not
+    /// keyed.
+    #[must_use]
+    pub fn claimable(
+        &self,
+        service: ServiceId,
+        block_tokens: u32,
+        request: impl FnOnce() -> u64,
+    ) -> Option<Claimable<'_>> {
+        let Score::Runs { prompt_tokens, keys, .. } = self else { return None };
+        let keys = &keys.own[..];
+        let is_cut = prompt_tokens / u64::from(block_tokens.max(1)) > keys.len() as u64;
+        let whole = is_cut.then(|| (request(), *prompt_tokens));
+        (whole.is_some() || !keys.is_empty()).then_some(Claimable { service, keys, block_tokens, whole })
     }
 
     /// What the endpoint's engine will hold once it has answered, beyond what it holds now.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use shards::claims::Claims;
 use shards::executor::{Aside, Rung};
 use shards::ids::ShardId;
 use shards::limits::Limits;
@@ -81,6 +82,7 @@ pub(crate) struct Shards {
     ring_entries: u32,
     limits: Limits,
     loads: Arc<LoadTable>,
+    claims: Arc<Claims>,
     backlog: u32,
     /// Does for all shards what cannot be sliced; on the control core.
     aside: Aside,
@@ -102,6 +104,7 @@ impl Shards {
             ring_entries: config.ring_entries,
             limits: config.limits.clone(),
             loads: Arc::clone(loads),
+            claims: Arc::default(),
             backlog: config.listen_backlog,
             aside: Aside::start().map_err(PartError::AsideStart)?,
         };
@@ -121,6 +124,7 @@ impl Shards {
             first_rung: Rung::DeferTaskrun,
             limits: self.limits.clone(),
             loads: Arc::clone(&self.loads),
+            claims: Arc::clone(&self.claims),
             aside: Some(self.aside.clone()),
         };
         Ok(shard::spawn(options)?)
