@@ -42,14 +42,16 @@ const TICKS_PER_SECOND: u128 = 16;
 const END_BITS: u32 = 12;
 const END_MASK: u64 = (1 << END_BITS) - 1;
 const HASH_SHIFT: u32 = 44;
+/// In the place of a rank; there are far fewer.
+const NO_RANK: u8 = u8::MAX;
 
 /// A cache that claims are about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder {
     /// Its endpoint.
     pub endpoint: EndpointIndex,
-    /// Its rank.
-    pub rank: Rank,
+    /// Its rank; none where the engine chooses.
+    pub rank: Option<Rank>,
     /// Changes when the endpoint's caches are emptied or it goes down; of it the lowest 8 bits count.
     pub epoch: u32,
 }
@@ -87,7 +89,9 @@ impl Claim {
 
     fn new(hash: u64, holder: Holder, end: u64) -> Self {
         let Holder { endpoint, rank, epoch } = holder;
-        let of = u64::from(endpoint.0) << 28 | u64::from(rank.0) << 20 | u64::from(epoch as u8) << 12;
+        let of = u64::from(endpoint.0) << 28
+            | u64::from(rank.map_or(NO_RANK, |rank| rank.0)) << 20
+            | u64::from(epoch as u8) << 12;
         Claim(hash >> HASH_SHIFT << HASH_SHIFT | of | end & END_MASK)
     }
 
@@ -95,8 +99,13 @@ impl Claim {
         (self.0 ^ hash) >> HASH_SHIFT == 0 && self != Claim::NONE
     }
 
-    fn holder(self) -> (EndpointIndex, Rank, u8) {
-        (EndpointIndex((self.0 >> 28) as u16), Rank((self.0 >> 20) as u8), (self.0 >> 12) as u8)
+    fn holder(self) -> Holder {
+        let rank = (self.0 >> 20) as u8;
+        Holder {
+            endpoint: EndpointIndex((self.0 >> 28) as u16),
+            rank: (rank != NO_RANK).then_some(Rank(rank)),
+            epoch: u32::from((self.0 >> 12) as u8),
+        }
     }
 
     /// Whether the claim, which was made for no longer than so many ticks, has not ended. One whose end has gone round
@@ -176,8 +185,7 @@ impl Claims {
             for word in &self.set(hash).0 {
                 let claim = Claim(word.load(Ordering::Relaxed));
                 if claim.is_of(hash) && claim.is_fresh(now, ticks + 1) {
-                    let (endpoint, rank, epoch) = claim.holder();
-                    each(Holder { endpoint, rank, epoch: epoch.into() }, tokens);
+                    each(claim.holder(), tokens);
                 }
             }
         };
@@ -247,7 +255,8 @@ mod tests {
     }
 
     fn holder(endpoint: u16) -> Holder {
-        Holder { endpoint: EndpointIndex(endpoint), rank: Rank(1), epoch: 7 }
+        let rank = (endpoint % 2 == 1).then_some(Rank(1));
+        Holder { endpoint: EndpointIndex(endpoint), rank, epoch: 7 }
     }
 
     /// Most tokens by endpoint.

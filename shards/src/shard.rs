@@ -19,6 +19,7 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bound
 use crossbeam::queue::ArrayQueue;
 use monoio::io::Canceller;
 
+use crate::affinity::Affinity;
 use crate::claims::Claims;
 use crate::executor::{self, Aside, Meter, Refusal, Ring, Rung, pin, visit_ns};
 use crate::ids::ShardId;
@@ -54,6 +55,8 @@ pub struct ShardOptions {
     pub loads: Arc<LoadTable>,
     /// What requests under way will have stored, of the process.
     pub claims: Arc<Claims>,
+    /// Where the process's sessions were sent.
+    pub affinity: Arc<Affinity>,
     /// The thread for work that cannot be sliced; without one the shard does it itself.
     pub aside: Option<Aside>,
 }
@@ -272,7 +275,14 @@ fn run(options: ShardOptions, status: &Arc<ShardStatus>, queue: Arc<Queue>, star
         }
     };
     let _heard = started.send(Ok(()));
-    let proxy = Rc::new(Proxy::new(options.id, options.limits, options.loads, options.claims, options.aside));
+    let proxy = Rc::new(Proxy::new(
+        options.id,
+        options.limits,
+        options.loads,
+        options.claims,
+        &options.affinity,
+        options.aside,
+    ));
     let shard = Rc::new(Shard { proxy, status: Arc::clone(status), listeners: RefCell::default() });
     let main = serve(Rc::clone(&shard), Arc::clone(&queue));
     let ended = executor::run(&mut ring, Arc::clone(&status.meter), main);

@@ -8,7 +8,8 @@
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
 //! `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
 //! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `kvClaimMs`, `pd_session_max`,
-//! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`,
+//! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs`, `kvMediumWeights`, `routeHeader` and
+//! `scrapeMetrics`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
 
 #![forbid(unsafe_code)]
@@ -23,6 +24,7 @@ mod kv;
 mod others;
 mod pools;
 mod prompts;
+mod proxy;
 mod readback;
 mod seal;
 mod token;
@@ -35,7 +37,7 @@ use std::sync::Arc;
 
 use shards::prompt::Rendering;
 use shards::service::{
-    Adapter, Blend, Disagg, Engine, MediumWeights, PathMatch, PrefixHashing, Role, Select, Sessions,
+    Adapter, Blend, Disagg, Engine, MediumWeights, PathMatch, PrefixHashing, ProxyOptions, Role, Select, Sessions,
 };
 
 pub use algo::{KvAlgo, contract, unknowable};
@@ -72,6 +74,8 @@ pub struct Rule {
     pub pd: Option<Disagg>,
     /// `kvEngineType`.
     pub engine: Engine,
+    /// How requests are carried, beside where to.
+    pub proxy: ProxyOptions,
     /// KV-exact routing (`kvExactMode` 3, or 1 in P/D rules); none = without.
     pub kv: Option<KvRule>,
     /// `engineTokenFile`: what the gateway shows on its own calls.

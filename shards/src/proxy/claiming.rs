@@ -5,7 +5,7 @@ use std::time::Instant;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::claims::{Claimable, Claims, Holder};
-use crate::ids::{EndpointIndex, Rank};
+use crate::ids::EndpointIndex;
 use crate::route::{Claimed, Decision};
 use crate::service::{KvExact, Service};
 
@@ -57,7 +57,7 @@ impl<'a> Claiming<'a> {
     pub fn claim(&self, decision: &Decision) {
         let endpoint = decision.endpoint;
         let epoch = self.service.endpoints[endpoint.index()].shared.epoch();
-        let holder = Holder { endpoint, rank: decision.rank.unwrap_or(Rank(0)), epoch };
+        let holder = Holder { endpoint, rank: decision.rank, epoch };
         self.claims.claim(&self.prompt, self.score.held(Some(endpoint)), holder, self.now, self.kv.claim_for);
     }
 }
@@ -82,7 +82,63 @@ impl Score {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::Ordering;
+
     use super::*;
+    use crate::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
+    use crate::ids::{BlockKey, ServiceId, ShardId};
+    use crate::inventory;
+    use crate::load::{LoadSlot, LoadTable};
+    use crate::proxy::score::PromptKeys;
+    use crate::route::{Chooser, Facts, Turn, decide};
+    use crate::service::{Blend, Endpoint, EndpointShared};
+
+    /// Four endpoints that hold nothing.
+    fn service() -> Service {
+        let endpoint = |index: u16| {
+            let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(index.into()), 1);
+            Endpoint::at(([127, 0, 0, 1], 9_000 + index).into(), shared)
+        };
+        let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED));
+        let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
+        let endpoints = (0..4).map(endpoint).collect();
+        Service {
+            kv: Some(KvExact { blend: Blend::Hard, ..KvExact::with_defaults(16, contract, inventory) }),
+            ..Service::plain(ServiceId(0), ([127, 0, 0, 1], 8_000).into(), endpoints, 1)
+        }
+    }
+
+    #[test]
+    fn a_claim_is_found_until_its_endpoint_goes_down_or_is_emptied() {
+        let (service, claims) = (service(), Claims::new());
+        let keys = PromptKeys::of((1..=10).map(BlockKey).collect());
+        let score = Score::Runs { prompt_tokens: 170, runs: Vec::new(), keys };
+        let claiming = || Claiming::of(&claims, &service, &score, b"body").expect("the prompt has keys");
+        let loads = Arc::new(LoadTable::new(1, 4));
+        let mut turn = Turn::starting_at(ShardId(0));
+        let mut dispatch = |claims: &[Claimed]| {
+            let mut chooser = Chooser { shard: ShardId(0), loads: &loads, turn: &mut turn };
+            let facts = Facts { claims, ..Facts::of(score.evidence()) };
+            decide(&service, &facts, &mut chooser).expect("all are up")
+        };
+        assert_eq!(claiming().found(), []);
+        let first = dispatch(&[]);
+        claiming().claim(&first);
+        let claimed = Claimed { endpoint: first.endpoint, rank: None, tokens: 160 };
+        assert_eq!(claiming().found(), [claimed]);
+        let second = dispatch(&claiming().found());
+        assert_eq!((second.endpoint, second.claimed_tokens, second.hit_tokens), (first.endpoint, 160, 0));
+
+        let shared = &service.endpoints[first.endpoint.index()].shared;
+        shared.mark_down();
+        shared.mark_up();
+        assert_eq!(claiming().found(), [], "it comes back without what it was about to have");
+        claiming().claim(&first);
+        assert_eq!(claiming().found(), [claimed]);
+        shared.emptied.store(1, Ordering::Relaxed);
+        assert_eq!(claiming().found(), []);
+    }
 
     #[test]
     fn bodies_that_differ_at_either_end_differ() {

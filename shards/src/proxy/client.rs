@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::task::Poll;
@@ -51,6 +52,8 @@ pub struct Request {
     pub bytes: Vec<u8>,
     /// The head.
     pub head: RequestHead,
+    /// The id that the gateway gave it; none where the client's own stands in the head.
+    pub made_id: Option<String>,
 }
 
 /// What came of waiting for a request.
@@ -72,6 +75,8 @@ pub struct Client {
     pub writer: OwnedWriteHalf<TcpStream>,
     /// Of the stream whose halves are above: open as long as they are.
     descriptor: RawFd,
+    /// Where it comes from, if the kernel still knew.
+    address: Option<IpAddr>,
     place: Place,
 }
 
@@ -86,8 +91,15 @@ impl Client {
     #[must_use]
     pub fn new(stream: TcpStream, place: Place) -> Self {
         let descriptor = stream.as_raw_fd();
+        let address = stream.peer_addr().ok().map(|peer| peer.ip());
         let (read, writer) = stream.into_split();
-        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, place }
+        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, address, place }
+    }
+
+    /// Where the client comes from.
+    #[must_use]
+    pub fn address(&self) -> Option<IpAddr> {
+        self.address
     }
 
     /// The connection's supervision.
@@ -192,7 +204,7 @@ impl Client {
                 next.extend_from_slice(&bytes[body_end..]);
                 bytes.truncate(data_end);
                 self.reader.put_back(next);
-                return Ok(Request { bytes, head });
+                return Ok(Request { bytes, head, made_id: None });
             }
             if let Some(end) = wanted {
                 bytes.reserve((end - bytes.len()).min(BODY_ROOM_MAX));

@@ -5,11 +5,13 @@ use std::cell::RefCell;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
+use crate::belief::NamedRank;
 use crate::block::Contract;
 use crate::block::vllm::Tagging;
 use crate::claims::Claimable;
 use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
-use crate::ids::{BlockKey, EndpointIndex, ServiceId};
+use crate::feedback::Compared;
+use crate::ids::{BlockKey, EndpointIndex, Rank, ServiceId};
 use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{
@@ -69,6 +71,14 @@ pub struct PromptKeys {
     others: Vec<InSpace>,
 }
 
+#[cfg(test)]
+impl PromptKeys {
+    /// Keys of the service's own space alone.
+    pub fn of(own: Vec<BlockKey>) -> Self {
+        PromptKeys { own, others: Vec::new() }
+    }
+}
+
 impl Score {
     /// The prompt's first block, in the service's own keys, and whether any of it is held.
     #[must_use]
@@ -93,29 +103,79 @@ impl Score {
         (whole.is_some() || !keys.is_empty()).then_some(Claimable { service, keys, block_tokens, whole })
     }
 
-    /// What the endpoint's engine will hold once it has answered, beyond what it holds now.
+    /// What the endpoint's engine will hold once it has answered, beyond what it holds now. `rank` served it, where that is
+    /// known.
     #[must_use]
-    pub fn predict(&self, reader: &Reader, endpoint: EndpointIndex, kind: PromptKind) -> Option<Prediction> {
-        let at = self.at(reader, endpoint)?;
+    pub fn predict(
+        &self,
+        reader: &Reader,
+        endpoint: EndpointIndex,
+        rank: Option<Rank>,
+        kind: PromptKind,
+    ) -> Option<Prediction> {
+        let at = self.at(reader, endpoint, rank)?;
         Prediction::new(at.keys, at.held, kind)
     }
 
-    /// What follows from what the endpoint's engine said of its cache in its answer.
+    /// What follows from what the endpoint's engine said of its cache in its answer. Nothing does where it has several
+    /// ranks and nobody knows which one answered.
     #[must_use]
-    pub fn compare(&self, local: &LocalService, endpoint: EndpointIndex, usage: Usage) -> Option<Statement> {
+    pub fn compare(
+        &self,
+        local: &LocalService,
+        endpoint: EndpointIndex,
+        rank: Option<Rank>,
+        usage: Usage,
+    ) -> Option<Statement> {
         let (kv, reader) = (local.service.kv.as_ref()?, local.reader.as_ref()?);
-        let at = self.at(reader, endpoint)?;
+        if kv.ranks > 1 && rank.is_none() {
+            return None;
+        }
+        let at = self.at(reader, endpoint, rank)?;
         let block_tokens = at.block_tokens.map_or(kv.block_tokens, NonZeroU32::get);
         let tells = local.service.endpoints[endpoint.index()].shared.usage.tells();
         Statement::new(at.keys, at.held, block_tokens, usage, tells)
     }
 
-    /// The prompt in the keys of an endpoint.
-    fn at(&self, reader: &Reader, endpoint: EndpointIndex) -> Option<AtEndpoint<'_>> {
+    /// What was predicted of an answer whose engine took `cached` tokens of the prompt's from its cache: of the rank that
+    /// served it, or, where nobody knows which one did, of the mean of them. None where nothing is known.
+    #[must_use]
+    pub fn compared(
+        &self,
+        local: &LocalService,
+        endpoint: EndpointIndex,
+        rank: Option<Rank>,
+        named: NamedRank,
+        prompt_tokens: u64,
+        cached: u64,
+    ) -> Option<Compared> {
+        let (kv, reader) = (local.service.kv.as_ref()?, local.reader.as_ref()?);
+        let Score::Runs { runs, .. } = self else { return None };
+        let named = match (rank, named) {
+            (Some(rank), _) | (None, NamedRank::Yes(Some(rank))) => Some(rank),
+            _ => None,
+        };
+        let at = self.at(reader, endpoint, named)?;
+        let block = u64::from(at.block_tokens.map_or(kv.block_tokens, NonZeroU32::get)).max(1);
+        let usable = |held: u32| u64::from(held).min(prompt_tokens.saturating_sub(1) / block) * block;
+        let predicted = match named {
+            None if kv.ranks > 1 => {
+                let in_device = runs.iter().filter(|run| run.endpoint == endpoint && run.medium == Medium::Device);
+                in_device.map(|run| usable(run.blocks)).sum::<u64>() / u64::from(kv.ranks)
+            }
+            _ => usable(at.held),
+        };
+        Some(Compared { predicted, cached, block_tokens: block })
+    }
+
+    /// The prompt in the keys of an endpoint, with what the rank, or the best of them, holds.
+    fn at(&self, reader: &Reader, endpoint: EndpointIndex, rank: Option<Rank>) -> Option<AtEndpoint<'_>> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         let held = |runs: &[Run]| {
             // What comes from slower media is announced in device memory then.
-            let in_device = |run: &&Run| run.endpoint == endpoint && run.medium == Medium::Device;
+            let in_device = |run: &&Run| {
+                run.endpoint == endpoint && run.medium == Medium::Device && rank.is_none_or(|rank| run.rank == rank)
+            };
             let of_endpoint = runs.iter().filter(in_device);
             of_endpoint.map(|run| run.blocks).max().unwrap_or(0)
         };

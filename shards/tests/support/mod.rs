@@ -61,6 +61,7 @@ impl Gateway {
             limits,
             loads: Arc::clone(&loads),
             claims: Arc::default(),
+            affinity: shards::affinity::Affinity::new().0,
             aside: Some(Aside::start().expect("a thread")),
         })
         .expect("the shard starts");

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use shards::affinity::Affinity;
 use shards::claims::Claims;
 use shards::executor::{Aside, Rung};
 use shards::ids::ShardId;
@@ -83,6 +84,7 @@ pub(crate) struct Shards {
     limits: Limits,
     loads: Arc<LoadTable>,
     claims: Arc<Claims>,
+    affinity: Arc<Affinity>,
     backlog: u32,
     /// Does for all shards what cannot be sliced; on the control core.
     aside: Aside,
@@ -98,13 +100,19 @@ struct Running {
 }
 
 impl Shards {
-    pub(super) fn start(config: &Config, plan: &Plan, loads: &Arc<LoadTable>) -> Result<Self, PartError> {
+    pub(super) fn start(
+        config: &Config,
+        plan: &Plan,
+        loads: &Arc<LoadTable>,
+        affinity: &Arc<Affinity>,
+    ) -> Result<Self, PartError> {
         let mut shards = Shards {
             running: Vec::with_capacity(plan.shards.len()),
             ring_entries: config.ring_entries,
             limits: config.limits.clone(),
             loads: Arc::clone(loads),
             claims: Arc::default(),
+            affinity: Arc::clone(affinity),
             backlog: config.listen_backlog,
             aside: Aside::start().map_err(PartError::AsideStart)?,
         };
@@ -125,6 +133,7 @@ impl Shards {
             limits: self.limits.clone(),
             loads: Arc::clone(&self.loads),
             claims: Arc::clone(&self.claims),
+            affinity: Arc::clone(&self.affinity),
             aside: Some(self.aside.clone()),
         };
         Ok(shard::spawn(options)?)
