@@ -150,8 +150,10 @@ fn persona(version: &str) -> Persona {
     let models = json!({"object": "list", "data": [{"id": "kvlane/demo", "root": "/models/demo", "parent": null},
         {"id": "sql", "root": "/adapters/sql", "parent": "kvlane/demo"}]});
     let version = json!({"version": version});
-    let answers = vec![("/version", version.to_string()), ("/v1/models", models.to_string())];
-    Persona { answers, ..Persona::default() }
+    Persona {
+        answers: vec![("/version", version.to_string()), ("/v1/models", models.to_string())],
+        ..Persona::default()
+    }
 }
 
 #[test]

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
+use crate::bos::{BosEvidence, BosSettings};
 use crate::feedback::Trust;
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
@@ -368,6 +369,8 @@ pub struct ServiceShared {
     pub zero_hits: ZeroHits,
     /// Endpoints that are demoted; see [`Trust`].
     pub demoted: AtomicU32,
+    /// Begin-of-text tokens, where use has shown what files and rule do not say.
+    pub bos: BosSettings,
     /// Counters, a row per shard.
     pub stats: Box<[ServiceStats]>,
 }
@@ -380,6 +383,7 @@ impl ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
             demoted: AtomicU32::new(0),
+            bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
     }
@@ -572,6 +576,8 @@ pub struct EndpointShared {
     pub rates: Rates,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
+    /// Which begin-of-text its engine puts before texts, where it is another than expected.
+    pub bos: BosEvidence,
     /// What its engine says of its cache, for the ingest thread.
     pub usage: Statements,
     /// How far predictions for it are believed.
@@ -599,6 +605,7 @@ impl EndpointShared {
             engine: EngineLoad::default(),
             rates: Rates::default(),
             predictions: Predictions::default(),
+            bos: BosEvidence::default(),
             usage: Statements::default(),
             trust: Trust::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),

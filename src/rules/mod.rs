@@ -26,7 +26,9 @@ mod pools;
 mod prompts;
 mod proxy;
 mod readback;
+mod request;
 mod seal;
+pub mod table;
 mod token;
 
 use std::collections::BTreeMap;
@@ -45,6 +47,7 @@ pub use check::{check, check_file, check_request};
 pub use defaults::{DrainPoll, KvDefaults};
 pub use prompts::PromptOptions;
 pub use readback::{contract_of, readback};
+pub use request::{Oper, Purpose, purpose_of};
 pub use seal::Nonce;
 pub use token::{EngineToken, TokenError};
 

@@ -52,35 +52,38 @@ impl StubEngine {
     }
 }
 
-/// Holds answers back until it is opened.
-#[derive(Default)]
-pub struct Gate {
-    open: Mutex<bool>,
-    opened: Condvar,
-}
-
-impl Gate {
-    /// Lets all answers go, those to come included.
-    pub fn open(&self) {
-        *self.open.lock().expect("no holder panics") = true;
-        self.opened.notify_all();
-    }
-
-    fn pass(&self) {
-        let closed = self.opened.wait_while(self.open.lock().expect("no holder panics"), |open| !*open);
-        drop(closed.expect("no holder panics"));
-    }
-}
-
 /// What a stub says of itself when the gateway asks.
 #[derive(Default)]
 pub struct Persona {
-    /// Holds answers to clients back.
-    pub gate: Option<Arc<Gate>>,
     /// Bodies by path; other paths get the same answer as everything.
     pub answers: Vec<(&'static str, String)>,
     /// What the gateway's own calls must show as a bearer token; without it they are answered 401.
     pub token: Option<&'static str>,
+    /// Answers to all but the gateway's own calls begin at once and end when the gate lets them.
+    pub gate: Option<Arc<Gate>>,
+    /// They do not even begin before.
+    pub silent: bool,
+}
+
+/// Holds answers back.
+#[derive(Default)]
+pub struct Gate {
+    permits: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Gate {
+    /// Lets one answer come to its end.
+    pub fn release(&self) {
+        *self.permits.lock().expect("no holder panics") += 1;
+        self.changed.notify_one();
+    }
+
+    fn pass(&self) {
+        let permits = self.permits.lock().expect("no holder panics");
+        let mut permits = self.changed.wait_while(permits, |permits| *permits == 0).expect("no holder panics");
+        *permits -= 1;
+    }
 }
 
 impl Persona {
@@ -106,11 +109,18 @@ fn serve(stream: TcpStream, notes: &Mutex<Vec<Seen>>, persona: &Persona) -> Opti
         } else {
             r#"{"object":"text_completion","choices":[]}"#
         };
-        let answer = if own { persona.answer(&seen) } else { None };
-        let (status, body) = answer.unwrap_or(("200 OK", usual));
+        let described = if own { persona.answer(&seen) } else { None };
+        let (status, body) = described.unwrap_or(("200 OK", usual));
         if !own {
             notes.lock().ok()?.push(seen);
-            persona.gate.iter().for_each(|gate| gate.pass());
+            if let Some(gate) = persona.gate.as_ref().filter(|_| persona.silent) {
+                gate.pass();
+            } else if let Some(gate) = &persona.gate {
+                writer.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n").ok()?;
+                gate.pass();
+                writer.write_all(b"1\r\n}\r\n0\r\n\r\n").ok()?;
+                continue;
+            }
         }
         let head =
             format!("HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n", body.len());
