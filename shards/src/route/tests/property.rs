@@ -171,7 +171,7 @@ proptest! {
             let tried: Vec<_> = asked.tried.iter().copied().map(EndpointIndex).collect();
             let claims = asked.claims.iter();
             let claims: Vec<_> = claims
-                .map(|&(endpoint, tokens)| Claimed { endpoint: EndpointIndex(endpoint), rank: Rank(0), tokens })
+                .map(|&(endpoint, tokens)| Claimed { endpoint: EndpointIndex(endpoint), rank: Some(Rank(0)), tokens })
                 .collect();
             let pin = |prefill| Pin { prefill: EndpointIndex(prefill), decode: None };
             let found = |(endpoint, matched_percent)| TrieMatch { endpoint: EndpointIndex(endpoint), matched_percent };
