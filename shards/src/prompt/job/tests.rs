@@ -2,6 +2,7 @@ use std::sync::OnceLock;
 
 use proptest::prelude::*;
 
+use super::ids::BLANKS_MAX;
 use super::*;
 use crate::block::{Chain, HashAlgo, NoneHash, Release, sglang, vllm};
 use crate::prompt::model::tests::small_model;
