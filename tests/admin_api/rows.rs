@@ -1,12 +1,10 @@
 //! The management API, row by row of the reference, against one gateway process; every answer is compared with the
 //! OpenAPI document that the gateway serves.
 
-mod common;
-
-use common::engines::StubEngine;
-use common::gateway::{Gateway, Options};
-use common::schema::Document;
-use common::{client, free_port, wait_for};
+use crate::common::engines::StubEngine;
+use crate::common::gateway::{Gateway, Options};
+use crate::common::schema::Document;
+use crate::common::{client, free_port, wait_for};
 use serde_json::{Value, json};
 
 const BASE: &str = "/netlox/v1";
@@ -302,6 +300,29 @@ fn rules_are_counted_from_zero_and_the_oldest_kv_rule_answers_for_rule_zero() {
     }
     let summary = api.get("/config/ai/kv/inventory?service_id=2&ep_idx=0&summary=1");
     assert_eq!(summary, json!({"service_id": 2, "ep_idx": 0, "hash_algo": "sha256_sglang", "total": 0}));
+}
+
+#[test]
+fn a_decision_is_explained_and_nothing_is_sent() {
+    let api = Api::start(Options::default());
+    let engine = StubEngine::start();
+    let request = json!({"model": "m", "prompt": "a planted prompt"});
+    api.refused("POST", "/config/ai/kv/explain", &request, 404, "no-rule");
+    for more in [json!({}), json!({"kvExactMode": 3})] {
+        api.done("POST", LB, &rule(free_port(), &[endpoint(&engine)], &more));
+    }
+    for (service, miss) in [(0, "mode_off"), (1, "tokenizer_missing")] {
+        let path = format!("/config/ai/kv/explain?service_id={service}&path=/v1/completions");
+        let (status, answer) = api.ask("POST", &path, &request);
+        assert_eq!((status, &answer["prompt"]["miss"]), (200, &json!(miss)), "{answer}");
+        assert_eq!((&answer["decision"]["ep_idx"], &answer["decision"]["miss"]), (&json!(0), &json!(miss)));
+        assert_eq!(answer["endpoints"][0]["candidate"], true);
+        assert!(!answer.to_string().contains("planted"), "{answer}");
+    }
+    api.refused("POST", "/config/ai/kv/explain?service_id=9", &request, 404, "no-rule");
+    api.refused("POST", "/config/ai/kv/explain?service_id=x", &request, 400, "is no number");
+    api.refused("POST", "/config/ai/kv/explain", &json!([1]), 400, "no JSON object");
+    assert!(engine.seen().is_empty(), "nothing was sent");
 }
 
 #[test]
