@@ -131,10 +131,8 @@ impl Asked {
         prop_assert!(eligible.contains(&chosen));
         let by_key = matches!(decision.tier, Tier::KvExact);
         let decided_above = matches!(decision.tier, Tier::Session | Tier::Trie | Tier::Rescue);
-        // What will be stored soon may decide with or without something that is held elsewhere now.
-        if decision.tier != Tier::Claim {
-            prop_assert_eq!(decision.miss.is_some(), !by_key && !decided_above);
-        }
+        // A claim may decide also where others have some of the prompt.
+        prop_assert!(decision.tier == Tier::Claim || decision.miss.is_some() == (!by_key && !decided_above));
         prop_assert_eq!(decision.terms.candidates as usize, eligible.len());
         if !by_key {
             prop_assert_eq!((decision.hit_blocks, decision.spilled_from, decision.seeded_from), (0, None, None));
