@@ -18,7 +18,7 @@ use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 use crate::prompt::Rendering;
-use crate::rates::Rates;
+use crate::rates::{Rates, Slowness};
 use crate::usage::Statements;
 
 mod policy;
@@ -176,6 +176,9 @@ pub struct KvExact {
     /// What the endpoints can do together, which the adaptive blends measure load by (`LOXILB_KV_CAP_SUM_MILLI`); none =
     /// as much as the fleet they were tuned on.
     pub capacity_sum_milli: Option<u32>,
+    /// What work costs those that come later counts so many percent beside a request's own time (`LOXILB_KV_THROUGHPUT`);
+    /// 0 = first-token time alone. Blend `ttft` only.
+    pub throughput: u32,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -210,6 +213,7 @@ impl KvExact {
             blend: Blend::default(),
             load_penalty: 32,
             capacity_sum_milli: None,
+            throughput: 200,
             min_match_tokens: 16,
             spill_relief: true,
             mean_load_factor: 175,
@@ -325,6 +329,8 @@ pub struct ServiceShared {
     pub seed_ticks: AtomicU64,
     /// Whether repeated prompts hit.
     pub zero_hits: ZeroHits,
+    /// How soon its endpoints' answers begin.
+    pub rates: Rates,
     /// Counters, a row per shard.
     pub stats: Box<[ServiceStats]>,
 }
@@ -336,6 +342,7 @@ impl ServiceShared {
         ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
+            rates: Rates::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
     }
@@ -502,8 +509,8 @@ pub struct EndpointShared {
     pub kv_blocks: AtomicU64,
     /// What its engine says of its load, as far as somebody asks.
     pub engine: EngineLoad,
-    /// How soon its answers begin.
-    pub rates: Rates,
+    /// How slow it is among the service's endpoints.
+    pub slowness: Slowness,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
     /// What its engine says of its cache, for the ingest thread.
@@ -523,7 +530,7 @@ impl EndpointShared {
             connect_failures: AtomicU32::new(0),
             kv_blocks: AtomicU64::new(0),
             engine: EngineLoad::default(),
-            rates: Rates::default(),
+            slowness: Slowness::default(),
             predictions: Predictions::default(),
             usage: Statements::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),

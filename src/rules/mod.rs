@@ -6,7 +6,7 @@
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
-//! `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
+//! `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvThroughput`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
 //! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `pd_session_max`,
 //! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
@@ -188,6 +188,8 @@ pub struct KvRule {
     pub min_match_tokens: u32,
     /// `kvLbMode`.
     pub blend: Blend,
+    /// `kvThroughput`, percent.
+    pub throughput: u32,
     /// `kvLoadPenalty`.
     pub load_penalty: u32,
     /// `kvCapSumMilli`; none = the fleet that the adaptive blends were tuned on.

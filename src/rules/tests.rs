@@ -541,6 +541,7 @@ fn llamacpp_is_balanced_and_nothing_else() {
         ("pdBootstrapPort", json!(8998)),
         ("pd_cache_threshold", json!(5)),
         ("kvLbMode", json!("hard")),
+        ("kvThroughput", json!(200)),
         ("kvLoadPenalty", json!(32)),
         ("kvZeroHitN", json!(50)),
     ] {

@@ -21,7 +21,7 @@ use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
 use crate::route::{self, Chooser, Decision, Facts, Tier};
-use crate::service::{Endpoint, count};
+use crate::service::{Endpoint, Service, count};
 use crate::usage::Tail;
 
 /// Endpoints that one request may find dead; beyond it the request is refused. Each costs up to a connect time-out.
@@ -147,11 +147,12 @@ struct Sent<'a> {
 impl Sent<'_> {
     /// The answer to a request sent at a time has begun: its prompt waits no longer, and the endpoint's speed may be
     /// learned from how long it did.
-    fn began(self, endpoint: &Endpoint, teaches: bool, at: Instant) {
+    fn began(self, service: &Service, endpoint: &Endpoint, teaches: bool, at: Instant) {
         self.reservation.first_byte();
         if teaches {
             let (uncached_tokens, ahead) = (self.uncached, self.reservation.ahead());
-            endpoint.shared.rates.learn(FirstByte { uncached_tokens, ahead, elapsed: at.elapsed() });
+            let answer = FirstByte { uncached_tokens, ahead, elapsed: at.elapsed() };
+            service.shared.rates.learn(&endpoint.shared.slowness, &answer);
         }
     }
 }
@@ -312,7 +313,7 @@ impl Attempt<'_> {
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
         let teaches = self.api.is_some() && begun.head.status == 200 && begun.head.event_stream;
-        let heard = Heard { body_began: || sent.began(endpoint, teaches, at), tail };
+        let heard = Heard { body_began: || sent.began(&self.local.service, endpoint, teaches, at), tail };
         let reusable = relay::relay(client, &mut upstream, begun, terms, heard, &proxy.limits, &proxy.buffers).await?;
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
@@ -324,7 +325,9 @@ impl Attempt<'_> {
     /// usually are.
     fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
         match score {
-            Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
+            Score::Runs { prompt_tokens, .. } => {
+                prompt_tokens.saturating_sub(decision.hit_tokens + decision.claimed_tokens)
+            }
             _ if self.api.is_some() => {
                 let body = self.request.bytes.len().saturating_sub(self.request.head.len);
                 body as u64 / BYTES_PER_TOKEN

@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::Chooser;
+use super::ttft::Busy;
 use crate::ids::{EndpointIndex, ShardId};
 use crate::load::{Load, LoadSlot, LoadTable};
 use crate::service::{Role, Service};
@@ -23,6 +24,8 @@ pub struct Turn {
     pub(super) owed: Vec<i64>,
     /// Rounds of weighted round robin by which this shard is ahead at its first.
     pub(super) ahead: usize,
+    /// How often prompts were found being computed.
+    pub(super) busy: Busy,
     /// A row per endpoint, filled anew for each decision.
     pub(super) rows: Rows,
 }
@@ -32,7 +35,7 @@ impl Turn {
     #[must_use]
     pub fn starting_at(shard: ShardId) -> Self {
         let place = shard.index();
-        Turn { next: place, ties: Ties(u32::from(shard.0)), owed: Vec::new(), ahead: place, rows: Rows::default() }
+        Turn { next: place, ties: Ties(u32::from(shard.0)), ahead: place, ..Turn::default() }
     }
 }
 
@@ -82,6 +85,8 @@ pub(super) struct Rows {
     pub(super) candidate: Vec<bool>,
     /// Requests in flight.
     pub(super) load: Vec<u32>,
+    /// The same by what they wait for.
+    pub(super) flight: Vec<Load>,
     /// Blocks of its engine's cache, at most `CAPACITY_MAX`; 0 = not known.
     capacity: Vec<u32>,
     /// What the best of its runs is worth, in hundredths of a token in device memory.
@@ -124,6 +129,7 @@ impl Rows {
         let count = service.endpoints.len();
         self.candidate.clear();
         self.load.clear();
+        self.flight.clear();
         self.capacity.clear();
         self.worth.clear();
         self.worth.resize(count, 0);
@@ -139,6 +145,7 @@ impl Rows {
             self.candidate.push(candidate);
             if !candidate {
                 self.load.push(0);
+                self.flight.push(Load::default());
                 self.capacity.push(0);
                 continue;
             }
@@ -147,6 +154,7 @@ impl Rows {
             let load = in_flight.requests();
             let capacity = shared.engine.blocks().map_or(0, |blocks| blocks.min(CAPACITY_MAX));
             self.load.push(load);
+            self.flight.push(in_flight);
             self.capacity.push(capacity);
             self.candidates += 1;
             self.total += u64::from(load);
