@@ -2,14 +2,15 @@
 //! calls that are refused.
 //!
 //! **Invariant.** One task looks, once a period, and keeps the outcome for API and metrics; the log hears of every change
-//! once. Nothing here changes how requests are routed.
+//! once. Nothing here changes how requests are routed, but for the begin-of-text token: what endpoints have shown of it is
+//! taken over here.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use shards::service::{Engine, MissReason};
+use shards::service::{EndpointStats, Engine, MissReason};
 use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
 
@@ -38,6 +39,10 @@ pub enum EndpointLeg {
     Access,
     /// The blocks it tells of when drained are not of the rule's size.
     BlockSize,
+    /// Its answers keep reporting fewer cached tokens than it announced.
+    Usage,
+    /// It puts a begin-of-text token before texts, or not, unlike the model's files or the rule say.
+    Bos,
 }
 
 impl EndpointLeg {
@@ -50,6 +55,8 @@ impl EndpointLeg {
             EndpointLeg::Silent => "silent",
             EndpointLeg::Access => "access",
             EndpointLeg::BlockSize => "block_size",
+            EndpointLeg::Usage => "usage",
+            EndpointLeg::Bos => "bos",
         }
     }
 }
@@ -99,9 +106,11 @@ pub(super) async fn watch_all(control: Control) {
                 let found = control.discovery.found(key);
                 let mut findings = Vec::new();
                 findings.extend(access(entry, &found));
+                findings.extend(usage(place));
                 findings.extend(model(&control, entry, &found, &models));
                 findings
                     .extend(drains.iter().find(|drain| is_of(drain, key)).and_then(|drain| block_size(entry, drain)));
+                findings.extend(bos(entry, place));
                 findings.extend(silence(&mut watches, key, entry, place, streams.get(&key).map_or(&[], Vec::as_slice)));
                 if !findings.is_empty() {
                     all.insert(key, findings);
@@ -137,10 +146,50 @@ fn block_size(entry: &Entry, drain: &DrainStatus) -> Option<EndpointFinding> {
     Some(EndpointFinding { leg: EndpointLeg::BlockSize, detail })
 }
 
+/// Takes over what an endpoint has shown of the begin-of-text token, and says what is corrected.
+fn bos(entry: &Entry, place: &Place) -> Option<EndpointFinding> {
+    let settings = &entry.shared.bos;
+    for (model, adds) in settings.learn(&place.shared.bos) {
+        let service_id = entry.id.0;
+        info!(service_id, model, adds, "kvAddBos is corrected: an endpoint stores prompts as they begin this way");
+    }
+    let given = entry.rule.kv.as_ref().and_then(|kv| kv.prompts.add_bos);
+    let says = |(model, adds): (&str, bool)| {
+        let (does, source) = match (adds, given) {
+            (true, Some(_)) => ("put a begin-of-text token before texts", "kvAddBos is false"),
+            (true, None) => ("put a begin-of-text token before texts", "tokenizer.json does not"),
+            (false, Some(_)) => ("put no begin-of-text token before texts", "kvAddBos is true"),
+            (false, None) => ("put no begin-of-text token before texts", "tokenizer.json does"),
+        };
+        // A rule that says what is corrected is no fault any more.
+        (given != Some(adds)).then(|| {
+            format!("the engines {does} of {model}, and {source}: prompts are keyed as they do; set kvAddBos to {adds}")
+        })
+    };
+    let detail = settings.all().filter_map(says).collect::<Vec<_>>().join("; ");
+    (!detail.is_empty()).then_some(EndpointFinding { leg: EndpointLeg::Bos, detail })
+}
+
 fn access(entry: &Entry, found: &Found) -> Option<EndpointFinding> {
     let denied = [&found.access, &found.health].into_iter().find(|access| matches!(access, Access::Denied(_)))?;
     let detail = engines::why(denied, entry.rule.engine_token.as_deref());
     Some(EndpointFinding { leg: EndpointLeg::Access, detail })
+}
+
+/// An endpoint that has less than it announces.
+fn usage(place: &Place) -> Option<EndpointFinding> {
+    let trust = &place.shared.trust;
+    let sum = |read: fn(&EndpointStats) -> &AtomicU64| -> u64 {
+        place.shared.stats.iter().map(|stats| read(stats).load(Ordering::Relaxed)).sum()
+    };
+    let (wrong, compared) = (sum(|stats| &stats.compared_wrong), sum(|stats| &stats.compared));
+    let detail = format!(
+        "its answers keep reporting fewer cached tokens than it announced ({wrong} of {compared} so far), so what it \
+         announces counts {} %: see that all events of this engine and no other's arrive, and that it evicts nothing \
+         without saying so",
+        trust.percent()
+    );
+    trust.is_demoted().then_some(EndpointFinding { leg: EndpointLeg::Usage, detail })
 }
 
 fn model(control: &Control, entry: &Entry, found: &Found, models: &[ModelStatus]) -> Option<EndpointFinding> {

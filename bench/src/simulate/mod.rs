@@ -201,8 +201,16 @@ fn finish(args: &Args, cells: &[Cell], out: &mut impl Write) -> anyhow::Result<(
 fn set_up(trace: &Trace, workers: usize, caches: f64, load: f64, seed: u64, throughput: u32) -> Setup {
     let blocks = trace.working_set_blocks() as f64 * caches / workers as f64;
     let cache_blocks = (blocks as u64).max(trace.largest_blocks());
-    let mut setup =
-        Setup { workers, cache_blocks, pace: 1.0, speed: Speed::DEFAULT, delay: DELAY, incidents: Vec::new(), seed, throughput };
+    let mut setup = Setup {
+        workers,
+        cache_blocks,
+        pace: 1.0,
+        speed: Speed::DEFAULT,
+        delay: DELAY,
+        incidents: Vec::new(),
+        seed,
+        throughput,
+    };
     // The largest pace that is not too much: beyond some pace queues grow, hits get fewer, and the load jumps.
     let (mut least, mut most) = (PACES.0.ln(), PACES.1.ln());
     for _ in 0..PACE_RUNS {
@@ -256,7 +264,10 @@ fn what_if(args: &Args, path: &Path, out: &mut impl Write) -> anyhow::Result<()>
         pace: 1.0,
         speed: Speed::DEFAULT,
         delay: DELAY,
-        incidents: Vec::new(), seed: args.seed, throughput: args.throughput };
+        incidents: Vec::new(),
+        seed: args.seed,
+        throughput: args.throughput,
+    };
     let kinds = std::iter::once(Kind::Recorded).chain(args.kinds());
     let rows: Vec<Row> = kinds.map(|kind| row(args, trace, &setup, kind, &recording.endpoints).0).collect();
     let cell = Cell {

@@ -122,9 +122,7 @@ impl<'a> Policy<'a> {
                 (Select::Expected, Some(KvExact { blend: Blend::Off, spill_relief: false, seed_every: 0, ..kv }))
             }
             Kind::Blend(blend) => (Select::Expected, Some(KvExact { blend, ..kv })),
-            Kind::TtftNoRelief => {
-                (Select::Expected, Some(KvExact { blend: Blend::Ttft, spill_relief: false, ..kv }))
-            }
+            Kind::TtftNoRelief => (Select::Expected, Some(KvExact { blend: Blend::Ttft, spill_relief: false, ..kv })),
             Kind::RoundRobin | Kind::Tree | Kind::Oracle | Kind::Recorded => (Select::RoundRobin, None),
         };
         Service { select, kv, ..service }

@@ -34,7 +34,7 @@ fn row_of(trace: &Trace, setup: &Setup, kind: Kind) -> Row {
 #[test]
 fn ttft_hits_more_and_waits_less_than_what_looks_at_neither_prompt_nor_load() {
     let trace = conversations(300, 6, 300.0);
-    let setup = set_up(\&trace, 4, 1.0, 0.6, 1, THROUGHPUT);
+    let setup = set_up(&trace, 4, 1.0, 0.6, 1, THROUGHPUT);
     let [ttft, even, random] =
         [Kind::Blend(Blend::Ttft), Kind::RoundRobin, Kind::SessionHash].map(|kind| row_of(&trace, &setup, kind));
     assert!(ttft.hits > even.hits + 0.2, "{} against {} of the tokens", ttft.hits, even.hits);
@@ -46,7 +46,7 @@ fn ttft_hits_more_and_waits_less_than_what_looks_at_neither_prompt_nor_load() {
 #[test]
 fn equal_seeds_give_equal_outcomes_and_others_do_not() {
     let trace = conversations(40, 4, 60.0);
-    let setup = |seed| Setup { seed, ..set_up(\&trace, 3, 0.5, 0.6, 1, THROUGHPUT) };
+    let setup = |seed| Setup { seed, ..set_up(&trace, 3, 0.5, 0.6, 1, THROUGHPUT) };
     let served = |seed| fleet::run(&trace, &setup(seed), &mut Policy::new(Kind::Blend(Blend::Ttft), &[])).served;
     assert_eq!(served(1), served(1));
     assert_ne!(served(1), served(2));
@@ -55,7 +55,7 @@ fn equal_seeds_give_equal_outcomes_and_others_do_not() {
 #[test]
 fn the_oracle_hits_all_that_any_worker_has() {
     let trace = conversations(60, 5, 100.0);
-    let setup = set_up(\&trace, 4, 3.0, 0.6, 1, THROUGHPUT);
+    let setup = set_up(&trace, 4, 3.0, 0.6, 1, THROUGHPUT);
     let [oracle, ttft, longest] =
         [Kind::Oracle, Kind::Blend(Blend::Ttft), Kind::LongestMatch].map(|kind| row_of(&trace, &setup, kind));
     assert!(oracle.hits >= ttft.hits && oracle.hits >= longest.hits, "{oracle:?} {ttft:?} {longest:?}");
@@ -64,7 +64,7 @@ fn the_oracle_hits_all_that_any_worker_has() {
 #[test]
 fn a_worker_that_is_slow_gets_less_and_one_that_is_fast_again_its_part() {
     let trace = conversations(600, 6, 900.0);
-    let setup = set_up(\&trace, 4, 1.0, 0.5, 1, THROUGHPUT);
+    let setup = set_up(&trace, 4, 1.0, 0.5, 1, THROUGHPUT);
     let (_, shares) = incidents::slow_then_fast(&trace, &setup);
     let work: Vec<f64> = shares.iter().map(|(_, work)| *work).collect();
     let mean = |of: &[f64]| of.iter().sum::<f64>() / of.len() as f64;
@@ -76,7 +76,7 @@ fn a_worker_that_is_slow_gets_less_and_one_that_is_fast_again_its_part() {
 #[test]
 fn a_worker_that_was_restarted_has_its_fair_share_soon() {
     let trace = conversations(600, 6, 900.0);
-    let setup = set_up(\&trace, 4, 1.0, 0.6, 1, THROUGHPUT);
+    let setup = set_up(&trace, 4, 1.0, 0.6, 1, THROUGHPUT);
     // Every sixteenth hit goes to a cold worker, which is cold no more after one prompt of a few hundred tokens.
     let requests = incidents::restarted(&trace, &setup).expect("it comes back");
     assert!(requests <= 40 + 400, "{requests}");
@@ -85,7 +85,7 @@ fn a_worker_that_was_restarted_has_its_fair_share_soon() {
 #[test]
 fn a_log_of_a_run_says_what_the_run_was() {
     let trace = conversations(20, 3, 60.0);
-    let setup = set_up(\&trace, 2, 1.0, 0.5, 1, THROUGHPUT);
+    let setup = set_up(&trace, 2, 1.0, 0.5, 1, THROUGHPUT);
     let outcome = fleet::run(&trace, &setup, &mut Policy::new(Kind::Blend(Blend::Ttft), &[]));
     let path = std::env::temp_dir().join(format!("kvlane-simulate-{}.jsonl", std::process::id()));
     let mut bytes = Vec::new();

@@ -9,6 +9,7 @@ use super::rows::{Rows, Ties, Turn};
 use super::ttft::{self, Busy};
 use crate::ids::EndpointIndex;
 use crate::inventory::Run;
+use crate::load::View;
 use crate::service::{Blend, KvExact, MissReason, Service};
 
 /// Requests in flight up to which an endpoint gets more of what it is about to have, also where the fleet-wide cap is
@@ -16,7 +17,12 @@ use crate::service::{Blend, KvExact, MissReason, Service};
 const CLAIM_LOAD: u64 = 8;
 
 /// The decision by overlap or by what will be stored soon, or why there is none.
-pub(super) fn decide(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> Result<Decision, MissReason> {
+pub(super) fn decide(
+    service: &Service,
+    facts: &Facts<'_>,
+    turn: &mut Turn,
+    loads: View<'_>,
+) -> Result<Decision, MissReason> {
     let Some(kv) = &service.kv else { return Err(MissReason::ModeOff) };
     let (prompt_tokens, runs) = match facts.evidence {
         Evidence::None(reason) => return Err(reason),
@@ -36,12 +42,22 @@ pub(super) fn decide(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> R
         }
         Err(reason) => return Err(reason),
     };
-    let of_blend = match kv.blend {
-        Blend::Ttft => by_cost(service, &prompt, most, facts.claims, rows, (ties, busy)),
-        _ => match claimed(kv, facts.claims, most, rows) {
-            Some(claim) => Some((claim.endpoint.index(), prompt.by_claim(claim, None, rows))),
-            None => blend::choose(kv, most, rows, ties).map(|choice| by_overlap(&prompt, most, choice, rows)),
-        },
+    let claim = (kv.blend != Blend::Ttft).then(|| claimed(kv, facts.claims, most, rows)).flatten();
+    let of_blend = match claim {
+        Some(claim) => Some((claim.endpoint.index(), prompt.by_claim(claim, None, rows))),
+        None => {
+            let mut choose = |rows: &mut Rows| match kv.blend {
+                Blend::Ttft => by_cost(service, &prompt, most, facts.claims, rows, (&mut *ties, &mut *busy)),
+                _ => blend::choose(kv, most, rows, ties).map(|choice| by_overlap(&prompt, most, choice, rows)),
+            };
+            let found = choose(rows);
+            let passed_over = found.as_ref().and_then(|(_, decision)| decision.spilled_from);
+            if passed_over.is_some_and(|passed_over| rows.look_again(service, passed_over.index(), loads)) {
+                choose(rows)
+            } else {
+                found
+            }
+        }
     };
     let (winner, mut decision) = of_blend.ok_or(MissReason::NoWorker)?;
     decision.best_tokens = blend::best(most, rows).map_or(0, |place| prompt.hit_at(place, rows).1);

@@ -20,8 +20,7 @@
 //! does not come out of that again; with it, nothing has to be tuned: an idle fleet goes by the request's own time, a
 //! full one by the work it saves. `throughput` (percent) is the one knob: 0 for the request's own time alone, more for fewer
 //! computed tokens at the price of later first ones. It is 200 by default: a token that is computed again also takes the
-//! place of another one in a cache. (Priced by the evictions that an endpoint's events tell of instead, and with 100, it came
-//! to the same in the simulation, with one more thing to be wrong.)
+//! place of another one in a cache.
 //!
 //! Equals take turns.
 
