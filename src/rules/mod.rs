@@ -315,4 +315,6 @@ pub enum EventPlace {
 }
 
 #[cfg(test)]
+mod pools_tests;
+#[cfg(test)]
 mod tests;
