@@ -7,6 +7,8 @@
 pub mod affinity;
 pub mod belief;
 pub mod block;
+pub mod bos;
+pub mod claims;
 pub mod executor;
 pub mod feedback;
 pub mod http;

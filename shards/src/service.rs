@@ -9,9 +9,11 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
+use crate::bos::{BosEvidence, BosSettings};
 use crate::feedback::Trust;
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
@@ -224,6 +226,8 @@ pub struct KvExact {
     pub seed_min_blocks: u32,
     /// So many repeated prompts in a row without a hit are worth a warning (`LOXILB_KV_ZERO_HIT_N`).
     pub zero_hit_every: u32,
+    /// How long a request under way counts as what its endpoint will hold (`kvClaimMs`); zero = not at all.
+    pub claim_for: Duration,
     /// The service's inventory, to be read.
     pub inventory: inventory::ReaderFactory,
 }
@@ -253,6 +257,7 @@ impl KvExact {
             seed_every: 16,
             seed_min_blocks: 16,
             zero_hit_every: 50,
+            claim_for: Duration::from_secs(2),
             inventory,
         }
     }
@@ -364,6 +369,8 @@ pub struct ServiceShared {
     pub zero_hits: ZeroHits,
     /// Endpoints that are demoted; see [`Trust`].
     pub demoted: AtomicU32,
+    /// Begin-of-text tokens, where use has shown what files and rule do not say.
+    pub bos: BosSettings,
     /// Counters, a row per shard.
     pub stats: Box<[ServiceStats]>,
 }
@@ -376,6 +383,7 @@ impl ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
             demoted: AtomicU32::new(0),
+            bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
     }
@@ -547,6 +555,10 @@ pub struct EndpointShared {
     up: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
+    /// Times it was taken out.
+    downs: AtomicU32,
+    /// Times its caches were emptied; written by the ingest thread.
+    pub emptied: AtomicU32,
     /// Answers of status 500 or more since the last one below 400.
     origin_errors: AtomicU32,
     /// The breaker is open: the endpoint is out, and stays so for longer than one that was not there for a moment.
@@ -564,6 +576,8 @@ pub struct EndpointShared {
     pub rates: Rates,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
+    /// Which begin-of-text its engine puts before texts, where it is another than expected.
+    pub bos: BosEvidence,
     /// What its engine says of its cache, for the ingest thread.
     pub usage: Statements,
     /// How far predictions for it are believed.
@@ -581,6 +595,8 @@ impl EndpointShared {
             slot,
             up: AtomicBool::new(true),
             connect_failures: AtomicU32::new(0),
+            downs: AtomicU32::new(0),
+            emptied: AtomicU32::new(0),
             origin_errors: AtomicU32::new(0),
             tripped: AtomicBool::new(false),
             heals: AtomicU64::new(0),
@@ -589,6 +605,7 @@ impl EndpointShared {
             engine: EngineLoad::default(),
             rates: Rates::default(),
             predictions: Predictions::default(),
+            bos: BosEvidence::default(),
             usage: Statements::default(),
             trust: Trust::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),
@@ -651,7 +668,17 @@ impl EndpointShared {
 
     /// Takes the endpoint out; true if it was in.
     pub fn mark_down(&self) -> bool {
-        self.up.swap(false, Ordering::Relaxed)
+        let was_up = self.up.swap(false, Ordering::Relaxed);
+        if was_up {
+            self.downs.fetch_add(1, Ordering::Relaxed);
+        }
+        was_up
+    }
+
+    /// Changes whenever what was claimed of its caches is void.
+    #[must_use]
+    pub fn epoch(&self) -> u32 {
+        self.downs.load(Ordering::Relaxed).wrapping_add(self.emptied.load(Ordering::Relaxed))
     }
 
     /// Takes the endpoint back in; true if it was out.

@@ -37,6 +37,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use shards::block::Contract;
+use shards::bos::BosEvidence;
 use shards::ids::BlockKey;
 use shards::inventory::{Medium, Space};
 use shards::service::MediumWeights;
@@ -62,6 +63,8 @@ pub(crate) enum Op {
     Store(BlockKey),
     /// The holder no longer has the block.
     Remove(BlockKey),
+    /// The next block stored follows this one in prompts, or none.
+    Follow(Option<BlockKey>),
     /// The holder has nothing now.
     Clear,
     /// The holder has nothing now, and what it has from now on is keyed so.
@@ -303,9 +306,9 @@ impl Copies {
     }
 
     /// Judges what was predicted of the endpoint; a change of its alarm.
-    pub(crate) fn judge(&mut self, now: Instant, stats: &UseStats) -> Option<Option<UseLeg>> {
+    pub(crate) fn judge(&mut self, now: Instant, stats: &UseStats, bos: &BosEvidence) -> Option<Option<UseLeg>> {
         let ranks = &self.ranks;
-        self.by_use.judge(now, stats, |key| ranks.iter().any(|rank| rank.has(key, Medium::Device)))
+        self.by_use.judge(now, stats, bos, |key| ranks.iter().any(|rank| rank.has(key, Medium::Device)))
     }
 
     /// Takes what one rank holds out of the endpoint's sums.
@@ -427,6 +430,7 @@ impl Copies {
             keys.clear();
             keys.extend(stored.keys.iter());
         }
+        op(Op::Follow(stored.parent.and_then(|parent| self.ranks[rank].counted(parent))));
         for some in keys.chunks(KEYS_AHEAD) {
             self.touch(some);
             some.iter().for_each(|key| self.add(rank, group, *key, again, stats, op));
@@ -505,7 +509,10 @@ impl Copies {
     ) {
         match self.ranks[rank].add(group, key, again) {
             Change::First => self.first_copy(rank, group, key, stats, op),
-            _ => add(&stats.duplicates, 1),
+            _ => {
+                add(&stats.duplicates, 1);
+                op(Op::Follow(Some(key)));
+            }
         }
     }
 

@@ -7,7 +7,7 @@
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
 //! `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
-//! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `pd_session_max`,
+//! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `kvClaimMs`, `pd_session_max`,
 //! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs`, `kvMediumWeights`, `routeHeader` and
 //! `scrapeMetrics`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
@@ -26,7 +26,9 @@ mod pools;
 mod prompts;
 mod proxy;
 mod readback;
+mod request;
 mod seal;
+pub mod table;
 mod token;
 
 use std::collections::BTreeMap;
@@ -45,6 +47,7 @@ pub use check::{check, check_file, check_request};
 pub use defaults::{DrainPoll, KvDefaults};
 pub use prompts::PromptOptions;
 pub use readback::{contract_of, readback};
+pub use request::{Oper, Purpose, purpose_of};
 pub use seal::Nonce;
 pub use token::{EngineToken, TokenError};
 
@@ -206,6 +209,8 @@ pub struct KvRule {
     pub mean_load_factor: u32,
     /// `kvZeroHitN`.
     pub zero_hit_every: u32,
+    /// `kvClaimMs`, how long a request under way counts as what its endpoint will hold; 0 = not at all.
+    pub claim_ms: u32,
     /// `kvReplayPortOffset`: where endpoints that name no replay port have theirs, counted from the event port; 0 = they
     /// have none.
     pub replay_port_offset: u16,

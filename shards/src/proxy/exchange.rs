@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use super::Proxy;
 use super::answer::Refusal;
+use super::claiming::Claiming;
 use super::client::{Client, Request, is_ours};
 use super::evidence;
 use super::known::Known;
@@ -24,7 +25,7 @@ use crate::ids::{EndpointIndex, Rank};
 use crate::load::Reservation;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
-use crate::route::{self, Chooser, Decision, Evidence, Pin};
+use crate::route::{self, Chooser, Decision, Evidence, Facts, Pin};
 use crate::service::{Endpoint, count};
 use crate::usage::Tail;
 
@@ -296,8 +297,16 @@ impl Attempt<'_> {
             (Evidence::Scored { prompt_tokens, .. }, Some(runs)) => Evidence::Scored { prompt_tokens, runs },
             (evidence, _) => evidence,
         };
-        let facts = self.known.facts(self.proxy, self.local, evidence, tried);
-        route::decide(&self.local.service, &facts, &mut chooser)
+        let body = &self.request.bytes[self.request.head.len..];
+        let claiming = Claiming::of(&self.proxy.claims, &self.local.service, score, body);
+        let claims = claiming.as_ref().map(Claiming::found).unwrap_or_default();
+        let speculative_tokens = self.guessed_tokens();
+        let facts =
+            Facts { speculative_tokens, claims: &claims, ..self.known.facts(self.proxy, self.local, evidence, tried) };
+        let decision = route::decide(&self.local.service, &facts, &mut chooser)?;
+        // Before anything is awaited: the next decision must see it.
+        claiming.inspect(|claiming| claiming.claim(&decision));
+        Some(decision)
     }
 
     /// What is said when no endpoint is left.
@@ -452,12 +461,14 @@ impl Attempt<'_> {
     fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
         match score {
             Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
-            _ if self.api.is_some() => {
-                let body = self.request.bytes.len().saturating_sub(self.request.head.len);
-                body as u64 / BYTES_PER_TOKEN
-            }
-            _ => 0,
+            Score::NotAsked | Score::Miss(_) => self.guessed_tokens(),
         }
+    }
+
+    /// Tokens of the prompt as far as its bytes tell; 0 where the request has none.
+    fn guessed_tokens(&self) -> u64 {
+        let body = self.request.bytes.len().saturating_sub(self.request.head.len);
+        self.api.map_or(0, |_| body as u64 / BYTES_PER_TOKEN)
     }
 
     fn failure(&self, fault: Fault) -> Failure {
