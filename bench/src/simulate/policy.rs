@@ -153,7 +153,7 @@ impl<'a> Policy<'a> {
                 let claimed = view.claimed(&trace.prefixes, path, now);
                 if claimed > blocks {
                     let tokens = u64::from(claimed) * u64::from(trace.block_tokens);
-                    self.claims.push(Claimed { endpoint, rank, tokens });
+                    self.claims.push(Claimed { endpoint, rank: Some(rank), tokens });
                 }
             }
             Evidence::Scored { prompt_tokens: request.tokens.into(), runs: &self.runs }

@@ -83,7 +83,7 @@ fn by_cost(
 ) -> Option<(usize, Decision)> {
     let (place, cost) = ttft::choose(service, prompt.kv, prompt.tokens, claims, rows, means)?;
     match best_claim(claims, place) {
-        Some(claim) if claim.tokens.saturating_mul(DEVICE_WORTH) > rows.worth[place] => {
+        Some(claim) if whole_blocks(prompt.kv, claim).saturating_mul(DEVICE_WORTH) > rows.worth[place] => {
             Some((place, prompt.by_claim(claim, None, rows)))
         }
         _ => Some(by_overlap(prompt, most, Choice { place, cap: 0, cost }, rows)),
@@ -136,14 +136,18 @@ fn by_overlap(prompt: &Prompt<'_>, most: u64, choice: Choice, rows: &Rows) -> (u
 fn claimed(kv: &KvExact, claims: &[Claimed], most: u64, rows: &Rows) -> Option<Claimed> {
     let bound = |claim: &Claimed| rows.fleet_cap(claim.endpoint.index(), kv.mean_load_factor).max(CLAIM_LOAD);
     let load = |claim: &Claimed| rows.load[claim.endpoint.index()];
-    let block = u64::from(kv.block_tokens.max(1));
     let more = |claim: &&Claimed| {
-        // In whole blocks: the end of a prompt that fills none is never held.
-        (claim.tokens / block * block).saturating_mul(DEVICE_WORTH) > most
+        whole_blocks(kv, **claim).saturating_mul(DEVICE_WORTH) > most
             && rows.is_candidate(claim.endpoint)
             && u64::from(load(claim)) < bound(claim)
     };
     claims.iter().filter(more).min_by_key(|claim| (u64::MAX - claim.tokens, load(claim))).copied()
+}
+
+/// A claim's tokens in whole blocks: the end of a prompt that fills none is never held.
+fn whole_blocks(kv: &KvExact, claim: Claimed) -> u64 {
+    let block = u64::from(kv.block_tokens.max(1));
+    claim.tokens / block * block
 }
 
 /// A prompt that was scored.

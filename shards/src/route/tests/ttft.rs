@@ -149,7 +149,7 @@ fn relief_and_seed_come_after_it_as_in_every_mode() {
 fn what_will_be_stored_soon_counts_as_stored_and_is_no_hit() {
     let mut fleet = ttft_fleet(4);
     send(&mut fleet, 2, 800, false);
-    let claims = [Claimed { endpoint: EndpointIndex(2), rank: Rank(1), tokens: 1_600 }];
+    let claims = [Claimed { endpoint: EndpointIndex(2), rank: Some(Rank(1)), tokens: 1_600 }];
     let evidence = Evidence::Scored { prompt_tokens: LONG, runs: &[] };
     let facts = Facts { claims: &claims, ..Facts::of(evidence) };
     let decision = fleet.with_facts(&facts).expect("a candidate");
