@@ -8,6 +8,7 @@ mod ingest;
 mod lookup;
 mod memory;
 mod prompt;
+mod simulate;
 mod soak;
 mod stall;
 
@@ -34,6 +35,8 @@ enum Command {
     Lookup(lookup::Args),
     /// From a request body to block keys, part by part, through the prefix cache.
     Prompt(prompt::Args),
+    /// Traces replayed against the route decision, with simulated engines.
+    Simulate(simulate::Args),
     /// Memory of the gateway over minutes of prompts never sent before.
     Soak(soak::Args),
     /// How long a shard stands still beside long prompts, from inside and from outside.
@@ -58,6 +61,7 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::IngestPublishers(args) => ingest::publishers::run(&args)?,
         Command::Lookup(args) => print!("{}", lookup::run(&args)?),
         Command::Prompt(args) => print!("{}", prompt::run(&args)?),
+        Command::Simulate(args) => simulate::run(&args, &mut std::io::stdout())?,
         Command::Soak(args) => return soak::main(&args),
         Command::Stall(args) => stall::run(&args, &mut std::io::stdout())?,
         Command::Gateway { arguments } => return Ok(loadgen::child::gateway(arguments)),

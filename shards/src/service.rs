@@ -21,7 +21,7 @@ use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 use crate::prompt::Rendering;
-use crate::rates::Rates;
+use crate::rates::{Rates, Slowness};
 use crate::route::Tier;
 use crate::usage::Statements;
 
@@ -214,6 +214,9 @@ pub struct KvExact {
     /// What the endpoints can do together, which the adaptive blends measure load by (`LOXILB_KV_CAP_SUM_MILLI`); none =
     /// as much as the fleet they were tuned on.
     pub capacity_sum_milli: Option<u32>,
+    /// What work costs those that come later counts so many percent beside a request's own time (`LOXILB_KV_THROUGHPUT`);
+    /// 0 = first-token time alone. Blend `ttft` only.
+    pub throughput: u32,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -251,6 +254,7 @@ impl KvExact {
             blend: Blend::default(),
             load_penalty: 32,
             capacity_sum_milli: None,
+            throughput: 200,
             min_match_tokens: 16,
             spill_relief: true,
             mean_load_factor: 175,
@@ -367,6 +371,8 @@ pub struct ServiceShared {
     pub seed_ticks: AtomicU64,
     /// Whether repeated prompts hit.
     pub zero_hits: ZeroHits,
+    /// How soon its endpoints' answers begin.
+    pub rates: Rates,
     /// Endpoints that are demoted; see [`Trust`].
     pub demoted: AtomicU32,
     /// Begin-of-text tokens, where use has shown what files and rule do not say.
@@ -382,6 +388,7 @@ impl ServiceShared {
         ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
+            rates: Rates::default(),
             demoted: AtomicU32::new(0),
             bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
@@ -572,8 +579,8 @@ pub struct EndpointShared {
     pub kv_blocks: AtomicU64,
     /// What its engine says of its load, as far as somebody asks.
     pub engine: EngineLoad,
-    /// How soon its answers begin.
-    pub rates: Rates,
+    /// How slow it is among the service's endpoints.
+    pub slowness: Slowness,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
     /// Which begin-of-text its engine puts before texts, where it is another than expected.
@@ -603,7 +610,7 @@ impl EndpointShared {
             conveys_rank: AtomicBool::new(false),
             kv_blocks: AtomicU64::new(0),
             engine: EngineLoad::default(),
-            rates: Rates::default(),
+            slowness: Slowness::default(),
             predictions: Predictions::default(),
             bos: BosEvidence::default(),
             usage: Statements::default(),

@@ -74,6 +74,7 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         add_bos: kv.prompts.add_bos,
         engine_render: kv.prompts.engine_render,
         blend: kv.blend,
+        throughput: kv.throughput,
         load_penalty: kv.load_penalty,
         capacity_sum_milli: kv.capacity_sum_milli,
         min_match_tokens: kv.min_match_tokens,

@@ -22,6 +22,8 @@ pub struct KvDefaults {
     pub min_match_tokens: u32,
     /// `LOXILB_KV_LB_MODE`, else what `LOXILB_KV_UNIFIED_MODE` means.
     pub blend: Blend,
+    /// `LOXILB_KV_THROUGHPUT`, 0 to 1000 percent.
+    pub throughput: u32,
     /// `LOXILB_KV_LOAD_PENALTY`, 1 to 100,000.
     pub load_penalty: u32,
     /// `LOXILB_KV_CAP_SUM_MILLI`; unset = the fleet that the adaptive blends were tuned on.
@@ -66,6 +68,7 @@ impl Default for KvDefaults {
             seed: None,
             min_match_tokens: 16,
             blend: Blend::default(),
+            throughput: 200,
             load_penalty: 32,
             capacity_sum_milli: None,
             spill_relief: None,
@@ -93,6 +96,7 @@ impl KvDefaults {
             seed: env.seed("LLB_KV_NONE_HASH_SEED"),
             min_match_tokens: env.number("LLB_KV_MIN_MATCH_TOKENS", 0, 4096, default.min_match_tokens),
             blend: env.blend(default.blend),
+            throughput: env.number("LOXILB_KV_THROUGHPUT", 0, 1000, default.throughput),
             load_penalty: env.number("LOXILB_KV_LOAD_PENALTY", 1, 100_000, default.load_penalty),
             capacity_sum_milli: env.optional("LOXILB_KV_CAP_SUM_MILLI", CAPACITY_SUM),
             spill_relief: env.switch("LOXILB_KV_SPILL_RELIEF"),

@@ -6,8 +6,8 @@
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
-//! `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
-//! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `kvClaimMs`, `pd_session_max`,
+//! `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvThroughput`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`,
+//! `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `kvClaimMs`, `pd_session_max`,
 //! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs`, `kvMediumWeights`, `routeHeader` and
 //! `scrapeMetrics`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
@@ -195,6 +195,8 @@ pub struct KvRule {
     pub min_match_tokens: u32,
     /// `kvLbMode`.
     pub blend: Blend,
+    /// `kvThroughput`, percent.
+    pub throughput: u32,
     /// `kvLoadPenalty`.
     pub load_penalty: u32,
     /// `kvCapSumMilli`; none = the fleet that the adaptive blends were tuned on.
@@ -319,5 +321,7 @@ pub enum EventPlace {
     Bind(SocketAddr),
 }
 
+#[cfg(test)]
+mod pools_tests;
 #[cfg(test)]
 mod tests;

@@ -159,6 +159,7 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     }
     put("kvMinMatchTokens", json!(kv.min_match_tokens));
     put("kvLbMode", json!(kv.blend.name()));
+    put("kvThroughput", json!(kv.throughput));
     put("kvLoadPenalty", json!(kv.load_penalty));
     if let Some(sum) = kv.capacity_sum_milli {
         put("kvCapSumMilli", json!(sum));

@@ -26,7 +26,7 @@ use crate::load::Reservation;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
 use crate::route::{self, Chooser, Decision, Evidence, Facts, Pin};
-use crate::service::{Endpoint, count};
+use crate::service::{Endpoint, Service, count};
 use crate::usage::Tail;
 
 /// Endpoints that one request may find dead; beyond it the request is refused. Each costs up to a connect time-out.
@@ -189,14 +189,15 @@ struct Sent<'a> {
 impl Sent<'_> {
     /// The answer to a request sent at a time has begun or ended. When it begins, its prompt waits no longer, and the
     /// endpoint's speed may be learned from how long it did.
-    fn progress(&mut self, progress: Progress, endpoint: &Endpoint, teaches: bool, at: Instant) {
+    fn progress(&mut self, progress: Progress, service: &Service, endpoint: &Endpoint, teaches: bool, at: Instant) {
         if progress == Progress::Ended {
             return self.reservation.end();
         }
         self.reservation.first_byte();
         if teaches {
             let (uncached_tokens, ahead) = (self.uncached, self.reservation.ahead());
-            endpoint.shared.rates.learn(FirstByte { uncached_tokens, ahead, elapsed: at.elapsed() });
+            let answer = FirstByte { uncached_tokens, ahead, elapsed: at.elapsed() };
+            service.shared.rates.learn(&endpoint.shared.slowness, &answer);
         }
     }
 }
@@ -410,7 +411,8 @@ impl Attempt<'_> {
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
         let teaches = self.api.is_some() && begun.head.status == 200 && begun.head.event_stream;
-        let heard = Heard { progress: |progress| sent.progress(progress, endpoint, teaches, at), tail };
+        let heard =
+            Heard { progress: |progress| sent.progress(progress, &self.local.service, endpoint, teaches, at), tail };
         let reusable = relay::relay(client, &mut upstream, begun, terms, heard, &proxy.limits, &proxy.buffers).await?;
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
@@ -460,7 +462,9 @@ impl Attempt<'_> {
     /// usually are.
     fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
         match score {
-            Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
+            Score::Runs { prompt_tokens, .. } => {
+                prompt_tokens.saturating_sub(decision.hit_tokens + decision.claimed_tokens)
+            }
             Score::NotAsked | Score::Miss(_) => self.guessed_tokens(),
         }
     }
