@@ -33,6 +33,7 @@ mod responses;
 mod scan;
 mod slices;
 mod source;
+mod splice;
 mod table;
 mod template;
 mod tokenizer;
@@ -48,6 +49,7 @@ pub use prefix_cache::{PREFIX_CACHE_BYTES, PrefixCache, PrefixStats, SharedPrefi
 pub use preview::{Preview, preview};
 pub use question::Question;
 pub use request::Rendering;
+pub use splice::{ADDED_BYTES_MAX, MEMBERS_MAX, Outline, Piece, Splice, SpliceError};
 pub use table::{Entry, Lookup, ModelTable, SLUG_BYTES_MAX, slug};
 pub use template::{Template, TemplateError};
 pub use tokenizer::{Tokenizer, TokenizerError};
