@@ -5,6 +5,7 @@
 //! of I/O.
 
 pub mod block;
+pub mod disagg;
 pub mod executor;
 pub mod http;
 pub mod ids;
