@@ -15,6 +15,7 @@ pub mod load;
 pub mod predictions;
 pub mod prompt;
 pub mod proxy;
+pub mod rates;
 pub mod route;
 pub mod service;
 pub mod shard;

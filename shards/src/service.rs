@@ -18,6 +18,7 @@ use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 use crate::prompt::Rendering;
+use crate::rates::Rates;
 use crate::usage::Statements;
 
 /// Everything a shard needs to serve: handed over whole, swapped at once.
@@ -372,6 +373,8 @@ pub struct EndpointShared {
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
+    /// How soon its answers begin.
+    pub rates: Rates,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
     /// What its engine says of its cache, for the ingest thread.
@@ -390,6 +393,7 @@ impl EndpointShared {
             up: AtomicBool::new(true),
             connect_failures: AtomicU32::new(0),
             kv_blocks: AtomicU64::new(0),
+            rates: Rates::default(),
             predictions: Predictions::default(),
             usage: Statements::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),

@@ -159,7 +159,8 @@ fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std
         entry.service.endpoints.iter().filter(|endpoint| !endpoint.retired).flat_map(of_endpoint)
     });
     families.gauge("kvlane_parity_endpoint_fault", "What is wrong with the endpoint as a whole", faults)?;
-    let flight = each_endpoint(view).map(|(labels, e)| (labels, u64::from(control.loads.total(e.shared.slot))));
+    let flight =
+        each_endpoint(view).map(|(labels, e)| (labels, u64::from(control.loads.total(e.shared.slot).requests())));
     families.gauge("kvlane_endpoint_in_flight", "Requests under way at the endpoint", flight)
 }
 

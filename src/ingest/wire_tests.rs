@@ -530,10 +530,10 @@ fn other_shards_load_is_published_without_being_asked_for() {
     let gateway = Gateway::start(4, vec![]);
     let slot = LoadSlot(3);
     gateway.ingest.set_load_slots(4);
-    let reserved = gateway.loads.reserve(ShardId(0), slot);
-    until("the other shard sees it", || gateway.loads.seen_by(ShardId(1), slot) == 1);
+    let reserved = gateway.loads.reserve(ShardId(0), slot, 0);
+    until("the other shard sees it", || gateway.loads.seen_by(ShardId(1), slot).requests() == 1);
     drop(reserved);
-    until("the other shard sees it go", || gateway.loads.seen_by(ShardId(1), slot) == 0);
+    until("the other shard sees it go", || gateway.loads.seen_by(ShardId(1), slot).requests() == 0);
 }
 
 #[test]

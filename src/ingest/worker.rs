@@ -30,8 +30,8 @@ use keep::{Keeper, TICK_USAGE};
 
 /// How often loads are published, and a refused publish repeated.
 const TICK: Duration = Duration::from_micros(200);
-/// Nothing in flight for so long is a pause: loads are not published until a shard says that it has a request.
-const IDLE_AFTER: Duration = Duration::from_millis(100);
+/// No change for so long is a pause: loads are not published until a shard says that its own have changed.
+const IDLE_AFTER: Duration = Duration::from_micros(400);
 /// How often overdue replays are looked for.
 const TICK_REPLAY: Duration = Duration::from_millis(10);
 /// How often what shards predicted is looked at, and what is kept of engines that are gone.
@@ -385,7 +385,7 @@ impl Worker {
         if loads.table.publish(slots) {
             loads.busy = now;
         } else if now.duration_since(loads.busy) > IDLE_AFTER {
-            loads.table.sleep(slots);
+            loads.table.sleep();
         }
     }
 

@@ -48,7 +48,7 @@ impl Slots {
     pub(super) fn sweep(&mut self) {
         let (loads, free) = (&self.loads, &mut self.free);
         self.leaving.retain(|(slot, shared)| {
-            let used = shared.strong_count() > 0 || loads.total(*slot) > 0;
+            let used = shared.strong_count() > 0 || loads.total(*slot).requests() > 0;
             if !used {
                 free.push(*slot);
             }
@@ -71,7 +71,7 @@ mod tests {
         assert_ne!(first, second);
         assert_eq!(slots.take(), None);
         let shared = Arc::new(EndpointShared::new(EndpointIndex(0), first, 1));
-        let reservation = loads.reserve(ShardId(0), first);
+        let reservation = loads.reserve(ShardId(0), first, 0);
         slots.give_back(&shared);
         slots.sweep();
         assert_eq!(slots.take(), None, "a table still names the endpoint");

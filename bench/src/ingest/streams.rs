@@ -109,7 +109,7 @@ pub fn measure(args: &Args, seed: u64) -> anyhow::Result<Report> {
     std::thread::sleep(SETTLE);
 
     let rest = over(window, || std::thread::sleep(window))?;
-    let one = loads.reserve(ShardId(0), LoadSlot(0));
+    let one = loads.reserve(ShardId(0), LoadSlot(0), 0);
     let in_flight = over(window / 2, || std::thread::sleep(window / 2))?;
     drop(one);
     let mut delay = Histogram::new_with_bounds(1, 10_000_000_000, 3)?;

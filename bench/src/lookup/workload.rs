@@ -112,7 +112,7 @@ impl Decider {
         let loads = Arc::new(LoadTable::new(1, usize::from(endpoints)));
         let mut rng = Rng::new(seed ^ 0x10ad);
         let in_flight = (0..u32::from(endpoints) * 4)
-            .map(|_| loads.reserve(ShardId(0), LoadSlot(rng.below(usize::from(endpoints)) as u32)))
+            .map(|_| loads.reserve(ShardId(0), LoadSlot(rng.below(usize::from(endpoints)) as u32), 0))
             .collect();
         Decider { service, loads, turn: Turn::starting_at(ShardId(0)), _in_flight: in_flight }
     }

@@ -3,20 +3,23 @@
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use super::Proxy;
 use super::answer::Refusal;
 use super::client::{Client, Request, is_ours};
 use super::models;
-use super::relay::{self, Fault, Terms};
+use super::relay::{self, Fault, Heard, Terms};
 use super::routes::{LocalService, Pick, RequestView, Routes};
 use super::score::{self, Score};
 use super::upstream::{Pool, Upstream};
 use super::watch::Interrupt;
 use crate::http::{RequestBody, RequestHead, edit};
 use crate::ids::EndpointIndex;
+use crate::load::Reservation;
 use crate::predictions::PromptKind;
 use crate::prompt::Api;
+use crate::rates::FirstByte;
 use crate::route::{self, Chooser, Decision, Tier};
 use crate::service::{Endpoint, count};
 use crate::usage::Tail;
@@ -27,6 +30,9 @@ const CONNECTS_MAX: usize = 16;
 /// Times a request may be sent: on a kept connection that turns out to be dead, on a fresh one to the same endpoint that
 /// dies with its process, and to another endpoint. Not more, or a request that kills engines would kill them all.
 const SENDS_MAX: u32 = 3;
+
+/// Bytes of a request's body per token of its prompt, where nobody has counted.
+const BYTES_PER_TOKEN: u64 = 4;
 
 /// Bytes of a body that are searched for a system message and tools, for a diagnosis.
 const PARTS_SOUGHT: usize = 16 * 1024;
@@ -126,6 +132,25 @@ enum Failure {
     Close,
 }
 
+/// What a request counts for at the endpoint that it is sent to.
+struct Sent<'a> {
+    reservation: &'a mut Reservation,
+    /// Tokens of its prompt that the endpoint will have to compute.
+    uncached: u64,
+}
+
+impl Sent<'_> {
+    /// The answer to a request sent at a time has begun: its prompt waits no longer, and the endpoint's speed may be
+    /// learned from how long it did.
+    fn began(self, endpoint: &Endpoint, teaches: bool, at: Instant) {
+        self.reservation.first_byte();
+        if teaches {
+            let (uncached_tokens, ahead) = (self.uncached, self.reservation.ahead());
+            endpoint.shared.rates.learn(FirstByte { uncached_tokens, ahead, elapsed: at.elapsed() });
+        }
+    }
+}
+
 /// A request on its way to an endpoint that answers it.
 struct Attempt<'a> {
     proxy: &'a Proxy,
@@ -156,7 +181,8 @@ impl Attempt<'_> {
             let endpoint = &self.local.service.endpoints[decision.endpoint.index()];
             let pool = &self.local.pools[decision.endpoint.index()];
             // Before anything is awaited: the next decision must see this one.
-            let reservation = self.proxy.loads.reserve(self.proxy.id, endpoint.shared.slot);
+            let uncached = self.uncached_tokens(score, &decision);
+            let mut reservation = self.proxy.loads.reserve(self.proxy.id, endpoint.shared.slot, uncached);
             let mut connected = match pool.take(self.proxy.limits.upstream_idle_max) {
                 Some(upstream) => Some(upstream),
                 None => self.connect(client, endpoint, pool).await?,
@@ -166,7 +192,10 @@ impl Attempt<'_> {
             }
             while let Some(upstream) = connected.take() {
                 let reused = upstream.reused;
-                match self.forward(client, endpoint, pool, upstream).await {
+                match self
+                    .forward(client, endpoint, pool, upstream, Sent { reservation: &mut reservation, uncached })
+                    .await
+                {
                     Ok(next) => {
                         if self.status == 200 {
                             self.predict(score, decision.endpoint);
@@ -243,9 +272,11 @@ impl Attempt<'_> {
         endpoint: &Endpoint,
         pool: &Pool,
         mut upstream: Upstream,
+        sent: Sent<'_>,
     ) -> Result<Next, Fault> {
         let proxy = self.proxy;
         self.sends += 1;
+        let at = Instant::now();
         count(&endpoint.shared.stats_of(proxy.id).requests);
         let from = *self.from.get_or_insert_with(|| prepare(&mut self.request));
         let bytes = std::mem::take(&mut self.request.bytes);
@@ -273,11 +304,27 @@ impl Attempt<'_> {
         };
         self.tail = (self.api.is_some() && endpoint.shared.usage.look()).then(Tail::default);
         let tail = self.tail.as_mut();
-        let reusable = relay::relay(client, &mut upstream, begun, terms, tail, &proxy.limits, &proxy.buffers).await?;
+        // Another answer comes whole when it is complete, and a refusal at once.
+        let teaches = self.api.is_some() && begun.head.status == 200 && begun.head.event_stream;
+        let heard = Heard { body_began: || sent.began(endpoint, teaches, at), tail };
+        let reusable = relay::relay(client, &mut upstream, begun, terms, heard, &proxy.limits, &proxy.buffers).await?;
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
         }
         Ok(if terms.close { Next::Close } else { Next::Request })
+    }
+
+    /// Tokens of the prompt that the endpoint will have to compute: where the prompt is not known, as many as its bytes
+    /// usually are.
+    fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
+        match score {
+            Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
+            _ if self.api.is_some() => {
+                let body = self.request.bytes.len().saturating_sub(self.request.head.len);
+                body as u64 / BYTES_PER_TOKEN
+            }
+            _ => 0,
+        }
     }
 
     /// Says what the endpoint that has answered must hold now, for parity by use.

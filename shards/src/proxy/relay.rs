@@ -97,6 +97,14 @@ pub struct Terms {
     pub is_http10: bool,
 }
 
+/// What is made of an answer's body beside passing it on.
+pub struct Heard<'a, F: FnOnce()> {
+    /// Called when its first byte has come: engines send the head of a stream before they look at the prompt.
+    pub body_began: F,
+    /// Keeps its end.
+    pub tail: Option<&'a mut Tail>,
+}
+
 /// How the body goes by: as it is, or freed of its chunks.
 enum Passage {
     AsIs(BodyTracker),
@@ -134,8 +142,7 @@ impl Passage {
     }
 }
 
-/// Passes the answer on, head first, to its end; says whether the endpoint's connection can serve again. The end of
-/// the body is kept in `tail`.
+/// Passes the answer on, head first, to its end; says whether the endpoint's connection can serve again.
 ///
 /// # Errors
 /// [`Fault::Client`]; [`Fault::Malformed`] when nothing was passed on; [`Fault::Broken`], with which the client's
@@ -145,10 +152,12 @@ pub async fn relay(
     upstream: &mut Upstream,
     begun: Begun,
     terms: Terms,
-    mut tail: Option<&mut Tail>,
+    heard: Heard<'_, impl FnOnce()>,
     limits: &Limits,
     buffers: &Buffers,
 ) -> Result<bool, Fault> {
+    let Heard { body_began, mut tail } = heard;
+    let mut body_began = Some(body_began);
     let Begun { mut buffer, mut head } = begun;
     let decode = terms.is_http10 && head.body == ResponseBody::Chunked;
     if decode && let Some(line) = head.transfer_encoding {
@@ -170,6 +179,11 @@ pub async fn relay(
         let passed = passage.pass(&mut buffer, at);
         if let Some(tail) = &mut tail {
             tail.push(buffer.get(at..).unwrap_or_default());
+        }
+        if at < buffer.len()
+            && let Some(body_began) = body_began.take()
+        {
+            body_began();
         }
         if passed.faulty && !began {
             return Err(Fault::Malformed("the chunks of the endpoint's answer are malformed"));

@@ -197,7 +197,7 @@ fn fill_rows(service: &Service, tried: &[EndpointIndex], chooser: &mut Chooser<'
     let backups = !service.endpoints.iter().enumerate().any(|(index, endpoint)| !endpoint.backup && usable(index));
     let rows = service.endpoints.iter().enumerate().map(|(index, endpoint)| Row {
         candidate: endpoint.backup == backups && usable(index),
-        load: chooser.loads.seen_by(chooser.shard, endpoint.shared.slot),
+        load: chooser.loads.seen_by(chooser.shard, endpoint.shared.slot).requests(),
         run: 0,
         block_tokens: 1,
         worth: 0,

@@ -86,7 +86,7 @@ impl Fleet {
     fn set_loads(&mut self, loads: &[u32]) {
         self.in_flight.clear();
         for (index, &load) in loads.iter().enumerate() {
-            self.in_flight.extend((0..load).map(|_| self.loads.reserve(SHARD, LoadSlot(index as u32))));
+            self.in_flight.extend((0..load).map(|_| self.loads.reserve(SHARD, LoadSlot(index as u32), 0)));
         }
     }
 

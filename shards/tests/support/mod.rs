@@ -95,7 +95,7 @@ impl Gateway {
 
     /// Requests in flight at all endpoints.
     pub fn in_flight(&self) -> u32 {
-        (0..16).map(|slot| self.loads.total(LoadSlot(slot))).sum()
+        (0..16).map(|slot| self.loads.total(LoadSlot(slot)).requests()).sum()
     }
 
     /// Ends the shard, checking that nothing is left behind.
