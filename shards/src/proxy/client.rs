@@ -13,7 +13,7 @@ use monoio::net::TcpStream;
 
 use super::answer::Refusal;
 use super::upstream::write_all;
-use super::watch::{Interrupt, Place, Watch, guarded};
+use super::watch::{Companion, Interrupt, Place, Watch, guarded};
 use crate::executor::{End, ReadAhead, breathe};
 use crate::http::request::{self, HeadError, HeadLimits};
 use crate::http::{Dechunker, RequestBody, RequestHead};
@@ -73,6 +73,8 @@ pub struct Client {
     /// Of the stream whose halves are above: open as long as they are.
     descriptor: RawFd,
     place: Place,
+    /// The other leg of the request, while it is under way.
+    companion: Option<Companion>,
 }
 
 /// Why more bytes of a request did not come.
@@ -87,7 +89,17 @@ impl Client {
     pub fn new(stream: TcpStream, place: Place) -> Self {
         let descriptor = stream.as_raw_fd();
         let (read, writer) = stream.into_split();
-        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, place }
+        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, place, companion: None }
+    }
+
+    /// Has something go on beside whatever the connection waits for; nothing, to give up what does.
+    pub fn set_companion(&mut self, companion: Option<Companion>) {
+        self.companion = companion;
+    }
+
+    /// Takes what goes on beside.
+    pub fn take_companion(&mut self) -> Option<Companion> {
+        self.companion.take()
     }
 
     /// The connection's supervision.
@@ -237,7 +249,7 @@ impl Client {
     /// What interrupted the wait; see [`guarded`].
     pub async fn guard<F: Future>(&mut self, time: Option<Duration>, future: F) -> Result<F::Output, Interrupt> {
         self.place.watch.arm(time);
-        guarded(&mut self.reader, &self.place.watch, future).await
+        guarded(&mut self.reader, &self.place.watch, &mut self.companion, future).await
     }
 
     /// Breaks the connection off: the client sees a reset, never an end.
@@ -252,7 +264,7 @@ impl Client {
     pub async fn write(&mut self, bytes: Vec<u8>, from: usize, time: Duration) -> Result<Vec<u8>, Interrupt> {
         self.place.watch.arm(Some(time));
         let write = write_all(&mut self.writer, bytes, from);
-        let (result, bytes) = guarded(&mut self.reader, &self.place.watch, write).await?;
+        let (result, bytes) = guarded(&mut self.reader, &self.place.watch, &mut self.companion, write).await?;
         result.map(|()| bytes).map_err(|_| Interrupt::ClientGone)
     }
 
