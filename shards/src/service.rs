@@ -51,10 +51,20 @@ pub struct Service {
     pub engine: Engine,
     /// KV-exact routing; none = plain load balancing.
     pub kv: Option<KvExact>,
+    /// How requests are carried, beside where to.
+    pub proxy: ProxyOptions,
     /// Endpoints by [`EndpointIndex`]. An endpoint taken out of the rule keeps its place with `retired` set.
     pub endpoints: Vec<Endpoint>,
     /// State carried over updates of the rule.
     pub shared: Arc<ServiceShared>,
+}
+
+/// How a service's requests are carried, beside where to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ProxyOptions {
+    /// Every answer says why it came from where it came (`x-kvlane-route`), not only where a client asks for it
+    /// (`routeHeader`).
+    pub route_header: bool,
 }
 
 /// How a rule's `path_prefix` is compared.
@@ -109,6 +119,8 @@ impl Engine {
 pub struct KvExact {
     /// Tokens per block (`kvBlockSize`).
     pub block_tokens: u32,
+    /// Ranks of each endpoint (`kvDpRankCount`).
+    pub ranks: u8,
     /// How tokens become keys (`kvEngineType`, `kvHashAlgo`, the seed, and what is known of the engines' release).
     pub contract: Contract,
     /// Whether the rule itself names the algorithm. Where it does not, engines that use another are followed; where it
@@ -370,6 +382,8 @@ pub struct EndpointShared {
     up: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
+    /// Whether the engine takes a request to the rank that a header names, by its release. Written by the control core.
+    conveys_rank: AtomicBool,
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
@@ -392,6 +406,7 @@ impl EndpointShared {
             slot,
             up: AtomicBool::new(true),
             connect_failures: AtomicU32::new(0),
+            conveys_rank: AtomicBool::new(false),
             kv_blocks: AtomicU64::new(0),
             rates: Rates::default(),
             predictions: Predictions::default(),
@@ -404,6 +419,17 @@ impl EndpointShared {
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.up.load(Ordering::Relaxed)
+    }
+
+    /// Whether a header chooses the rank that serves a request.
+    #[must_use]
+    pub fn conveys_rank(&self) -> bool {
+        self.conveys_rank.load(Ordering::Relaxed)
+    }
+
+    /// Says whether a header chooses the rank; true if that is news.
+    pub fn set_conveys_rank(&self, conveys: bool) -> bool {
+        self.conveys_rank.swap(conveys, Ordering::Relaxed) != conveys
     }
 
     /// Takes the endpoint out; true if it was in.

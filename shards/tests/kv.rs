@@ -70,6 +70,7 @@ fn gateway_asking(
     let mut service = service(0, gateway.address, &addresses);
     service.kv = Some(KvExact {
         block_tokens: BLOCK_TOKENS,
+        ranks: 1,
         contract: contract(),
         algo_given: true,
         other_forms: vec![Tagging::MmOffset],

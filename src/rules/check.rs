@@ -9,7 +9,7 @@ use shards::service::{Engine, Select};
 
 use crate::fields::{Dialect, Fields, Node, Problem, Report, Value};
 
-use super::{EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others};
+use super::{EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others, proxy};
 
 /// The load-balancer mode in which connections are ended and requests are read.
 const FULLPROXY: i64 = 4;
@@ -72,6 +72,7 @@ pub fn check(
         name: text(fields, report, "name"),
         select: read_select(fields, report),
         engine,
+        proxy: proxy::read(fields, report),
         kv,
         engine_token: read_token(fields, report),
         endpoints: Vec::new(),

@@ -43,6 +43,7 @@ pub fn compile(
         model: some(&rule.key.model),
         select: rule.select,
         engine: rule.engine,
+        proxy: rule.proxy.clone(),
         kv: rule.kv.as_ref().zip(inventory).map(|(kv, inventory)| compile_kv(kv, inventory, facts)),
         endpoints: places.iter().map(|place| compile_place(rule, place)).collect(),
         shared,
@@ -52,6 +53,7 @@ pub fn compile(
 fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> KvExact {
     KvExact {
         block_tokens: kv.block_tokens,
+        ranks: kv.ranks,
         contract: contract(kv, facts),
         algo_given: kv.algo_given,
         // In this order: the rule wins over what engines list.

@@ -7,7 +7,7 @@
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
 //! `kvAdapters`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`,
-//! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`,
+//! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs`, `kvMediumWeights` and `routeHeader`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
 
 #![forbid(unsafe_code)]
@@ -21,6 +21,7 @@ mod endpoints;
 mod kv;
 mod others;
 mod prompts;
+mod proxy;
 mod readback;
 mod seal;
 mod token;
@@ -32,7 +33,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use shards::prompt::Rendering;
-use shards::service::{Adapter, Engine, MediumWeights, PathMatch, Select};
+use shards::service::{Adapter, Engine, MediumWeights, PathMatch, ProxyOptions, Select};
 
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
@@ -62,6 +63,8 @@ pub struct Rule {
     pub select: Select,
     /// `kvEngineType`.
     pub engine: Engine,
+    /// How requests are carried, beside where to.
+    pub proxy: ProxyOptions,
     /// KV-exact routing (`kvExactMode` 3); none = plain load balancing.
     pub kv: Option<KvRule>,
     /// `engineTokenFile`: what the gateway shows on its own calls.

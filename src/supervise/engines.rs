@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use shards::ids::ServiceId;
-use shards::service::Engine;
+use shards::service::{EndpointShared, Engine};
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
@@ -28,6 +28,7 @@ struct Target {
     key: Key,
     engine: Engine,
     address: SocketAddr,
+    shared: Arc<EndpointShared>,
     token: Option<Arc<EngineToken>>,
 }
 
@@ -78,7 +79,8 @@ fn targets(entry: &Entry) -> Vec<Target> {
     let target = |place: &Place| {
         let address = place.address.filter(|_| place.shared.is_up())?;
         let token = entry.rule.engine_token.clone();
-        Some(Target { key: (entry.id, place.shared.index), engine: entry.rule.engine, address, token })
+        let shared = Arc::clone(&place.shared);
+        Some(Target { key: (entry.id, place.shared.index), engine: entry.rule.engine, address, shared, token })
     };
     let wanted = entry.rule.kv.is_some();
     entry.in_rule().filter(|_| wanted).filter_map(target).collect()
@@ -125,6 +127,11 @@ async fn ask_all(control: &Control, targets: Vec<Target>) {
         let Ok((target, before, found)) = done else { continue };
         if before != found.access {
             tell(&target, &found.access);
+        }
+        let conveys = found.facts.conveys_rank(target.engine);
+        if target.shared.set_conveys_rank(conveys) {
+            let (service_id, ep_idx, endpoint) = (target.key.0.0, target.key.1.0, target.address);
+            info!(service_id, ep_idx, %endpoint, conveys, "whether a header chooses the rank at the engine");
         }
         control.discovery.put(target.key, found);
     }

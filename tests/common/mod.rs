@@ -36,6 +36,15 @@ pub fn free_port() -> u16 {
     listener.local_addr().expect("a bound socket has an address").port()
 }
 
+/// The first of so many TCP ports of 127.0.0.1 in a row that were free a moment ago.
+pub fn free_ports(count: u16) -> u16 {
+    wait_for("ports in a row are free", || {
+        let first = free_port();
+        let last = first.checked_add(count - 1)?;
+        (first..=last).all(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()).then_some(first)
+    })
+}
+
 /// An address of 127.0.0.1 that was free a moment ago.
 pub fn free_address() -> SocketAddr {
     (Ipv4Addr::LOCALHOST, free_port()).into()

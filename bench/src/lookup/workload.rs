@@ -9,7 +9,9 @@ use shards::ids::{BlockKey, EndpointIndex, ServiceId, ShardId};
 use shards::inventory::{self, Run};
 use shards::load::{LoadSlot, LoadTable, Reservation};
 use shards::route::{Chooser, Decision, Evidence, Turn, decide};
-use shards::service::{Endpoint, EndpointShared, Engine, KvExact, MediumWeights, Select, Service, ServiceShared};
+use shards::service::{
+    Endpoint, EndpointShared, Engine, KvExact, MediumWeights, ProxyOptions, Select, Service, ServiceShared,
+};
 
 pub use crate::ingest::fleet::Rng;
 
@@ -79,6 +81,7 @@ impl Decider {
         let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
         let kv = KvExact {
             block_tokens: BLOCK_TOKENS,
+            ranks: 1,
             contract: Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED)),
             algo_given: true,
             other_forms: Vec::new(),
@@ -105,6 +108,7 @@ impl Decider {
             model: None,
             select: Select::RoundRobin,
             engine: Engine::Vllm,
+            proxy: ProxyOptions::default(),
             kv: Some(kv),
             endpoints: (0..endpoints).map(endpoint).collect(),
             shared: Arc::new(ServiceShared::new(1)),

@@ -19,7 +19,7 @@ use shards::load::{LoadSlot, LoadTable};
 use shards::prompt::{Entry, Model, ModelTable, slug};
 use shards::proxy::{Proxy, SWEEP_EVERY};
 use shards::service::{
-    Endpoint, EndpointShared, Engine, KvExact, MediumWeights, Select, Service, ServiceShared, Tables,
+    Endpoint, EndpointShared, Engine, KvExact, MediumWeights, ProxyOptions, Select, Service, ServiceShared, Tables,
 };
 
 use super::{BLOCK_TOKENS, contract};
@@ -183,8 +183,10 @@ fn service(listen: SocketAddr, backend: SocketAddr, inventory: ReaderFactory) ->
         model: None,
         select: Select::RoundRobin,
         engine: Engine::Vllm,
+        proxy: ProxyOptions::default(),
         kv: Some(KvExact {
             block_tokens: BLOCK_TOKENS,
+            ranks: 1,
             contract: contract(),
             algo_given: true,
             other_forms: Vec::new(),

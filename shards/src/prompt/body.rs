@@ -14,6 +14,10 @@ pub struct BodyView<'a> {
     pub model: Option<Cow<'a, str>>,
     /// `stream` is true.
     pub stream: bool,
+    /// `user`, unescaped; none when it is no string.
+    pub user: Option<Cow<'a, str>>,
+    /// The request names the rank that is to serve it: `routed_dp_rank` or `data_parallel_rank`.
+    pub names_rank: bool,
     /// All of it.
     pub(super) body: &'a [u8],
     pub(super) prompt: Option<&'a str>,
@@ -88,6 +92,8 @@ impl<'a> BodyView<'a> {
             // These are the prompt, or decide over its text before it is looked for.
             model: _,
             stream: _,
+            user: _,
+            names_rank: _,
             body: _,
             prompt: _,
             messages: _,
@@ -133,6 +139,11 @@ impl<'a> BodyView<'a> {
                 self.model = short.and_then(|raw| json::string(raw).ok());
             }
             "stream" => self.stream = raw == "true",
+            "user" => {
+                let short = present.filter(|raw| raw.len() <= USER_BYTES_MAX);
+                self.user = short.and_then(|raw| json::string(raw).ok());
+            }
+            "routed_dp_rank" | "data_parallel_rank" => self.names_rank = present.is_some(),
             "prompt" => self.prompt = present,
             "messages" => self.messages = present,
             "tools" => self.tools = present,
@@ -238,6 +249,8 @@ impl<'a> BodyScan<'a> {
 const NAME_BYTES_MAX: usize = 256;
 /// Bytes of a model's name as it stands in the body. A longer one is like none.
 const MODEL_BYTES_MAX: usize = 8 * 1024;
+/// Bytes of a user's name as it stands in the body. A longer one is like none.
+const USER_BYTES_MAX: usize = 1024;
 /// Bytes of transfer parameters that are looked through; longer ones are taken to bring tokens along.
 const TRANSFER_BYTES_MAX: usize = 64 * 1024;
 
@@ -245,6 +258,9 @@ fn is_read(name: &str) -> bool {
     const READ: &[&str] = &[
         "model",
         "stream",
+        "user",
+        "routed_dp_rank",
+        "data_parallel_rank",
         "prompt",
         "messages",
         "tools",
@@ -299,10 +315,11 @@ mod tests {
     fn members_are_found_wherever_they_stand() {
         let body =
             br#" {"x": {"model": "no", "deep": [[[{}]]]}, "mod\u0065l": "a\/b", "prompt": "p", "n": 1.50, "e": 1e3,
-            "stream": true, "prompt" : [1, 2] , "tools": null, "add_special_tokens": false} "#;
+            "stream": true, "prompt" : [1, 2] , "user": "\u0061b", "routed_dp_rank": 3, "tools": null, "add_special_tokens": false} "#;
         let view = BodyView::parse(body).unwrap();
         assert_eq!(view.model.as_deref(), Some("a/b"));
         assert!(view.stream);
+        assert_eq!((view.user.as_deref(), view.names_rank), (Some("ab"), true));
         assert_eq!(view.prompt, Some("[1, 2]"), "the last of two counts");
         assert_eq!(view.tools, None);
         assert_eq!(flag(view.add_special_tokens, true), Some(false));

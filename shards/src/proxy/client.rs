@@ -51,6 +51,8 @@ pub struct Request {
     pub bytes: Vec<u8>,
     /// The head.
     pub head: RequestHead,
+    /// The id that the gateway gave it; none where the client's own stands in the head.
+    pub made_id: Option<String>,
 }
 
 /// What came of waiting for a request.
@@ -204,7 +206,7 @@ impl Client {
                 next.extend_from_slice(&bytes[body_end..]);
                 bytes.truncate(data_end);
                 self.reader.put_back(next);
-                return Ok(Request { bytes, head });
+                return Ok(Request { bytes, head, made_id: None });
             }
             if let Some(end) = wanted {
                 bytes.reserve((end - bytes.len()).min(BODY_ROOM_MAX));

@@ -8,14 +8,15 @@ use std::time::Instant;
 use super::Proxy;
 use super::answer::Refusal;
 use super::client::{Client, Request, is_ours};
+use super::evidence;
 use super::models;
-use super::relay::{self, Fault, Heard, Terms};
+use super::outgoing::{ID_HEADER, Outgoing, announce_length, id_of, push_line};
+use super::relay::{self, CLOSE_LINE, Fault, Heard, Terms};
 use super::routes::{LocalService, Pick, RequestView, Routes};
 use super::score::{self, Score};
 use super::upstream::{Pool, Upstream};
 use super::watch::Interrupt;
-use crate::http::{RequestBody, RequestHead, edit};
-use crate::ids::EndpointIndex;
+use crate::ids::{EndpointIndex, Rank};
 use crate::load::Reservation;
 use crate::predictions::PromptKind;
 use crate::prompt::Api;
@@ -30,6 +31,9 @@ const CONNECTS_MAX: usize = 16;
 /// Times a request may be sent: on a kept connection that turns out to be dead, on a fresh one to the same endpoint that
 /// dies with its process, and to another endpoint. Not more, or a request that kills engines would kill them all.
 const SENDS_MAX: u32 = 3;
+
+/// The header by which vLLM and SGLang let a request choose its rank.
+const RANK_HEADER: &str = "x-data-parallel-rank";
 
 /// Bytes of a request's body per token of its prompt, where nobody has counted.
 const BYTES_PER_TOKEN: u64 = 4;
@@ -47,10 +51,13 @@ pub enum Next {
 }
 
 /// Serves one request to the end of its answer.
-pub async fn exchange(proxy: &Proxy, client: &mut Client, request: Request, listen: SocketAddr) -> Next {
+pub async fn exchange(proxy: &Proxy, client: &mut Client, mut request: Request, listen: SocketAddr) -> Next {
+    if request.head.request_id.is_none() {
+        request.made_id = Some(proxy.request_ids.next());
+    }
     let routes = proxy.routes();
     let view = RequestView::new(&request.head, &request.bytes);
-    if routes.asks_body(listen, &request.head)
+    if routes.asks_body(listen, &view)
         && let Err(interrupt) = client.guard(None, view.look_through(&proxy.ticket)).await
     {
         tracing::debug!(?interrupt, "a client left before its request was read");
@@ -74,7 +81,13 @@ pub async fn exchange(proxy: &Proxy, client: &mut Client, request: Request, list
     refuse(proxy, client, &request, &refusal).await
 }
 
-async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Routes, local: &LocalService) -> Next {
+async fn serve(
+    proxy: &Proxy,
+    client: &mut Client,
+    mut request: Request,
+    routes: &Routes,
+    local: &LocalService,
+) -> Next {
     let stats = local.service.shared.stats_of(proxy.id);
     let view = RequestView::new(&request.head, &request.bytes);
     let score = match client.guard(None, score::score(proxy, local, &routes.models, &view)).await {
@@ -87,10 +100,22 @@ async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Ro
         }
     };
     let resendable = is_resendable(&view);
-    // Asked now: the head is edited before it is sent.
     let api = Api::of(view.method(), view.path());
-    let mut attempt =
-        Attempt { proxy, local, request, api, from: None, sends: 0, resendable, began: false, status: 0, tail: None };
+    let names_rank = view.names_rank();
+    announce_length(&mut request);
+    let mut attempt = Attempt {
+        proxy,
+        local,
+        request,
+        api,
+        names_rank,
+        evidence: None,
+        sends: 0,
+        resendable,
+        began: false,
+        status: 0,
+        tail: None,
+    };
     let outcome = attempt.run(client, &score).await;
     let request = attempt.request;
     match outcome {
@@ -111,7 +136,11 @@ async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Ro
 
 async fn refuse(proxy: &Proxy, client: &mut Client, request: &Request, refusal: &Refusal) -> Next {
     let keep_alive = request.head.keep_alive && !proxy.draining.get();
-    let answer = refusal.to_bytes(keep_alive, request.head.is_head);
+    let mut lines = Vec::new();
+    if let Some(id) = id_of(request) {
+        push_line(&mut lines, ID_HEADER, id);
+    }
+    let answer = refusal.to_bytes_with(keep_alive, request.head.is_head, &lines);
     match client.write(answer, 0, proxy.limits.write_timeout).await {
         Ok(_) if keep_alive => Next::Request,
         _ => Next::Close,
@@ -137,6 +166,8 @@ struct Sent<'a> {
     reservation: &'a mut Reservation,
     /// Tokens of its prompt that the endpoint will have to compute.
     uncached: u64,
+    /// The rank that the endpoint is told to use.
+    rank: Option<Rank>,
 }
 
 impl Sent<'_> {
@@ -158,8 +189,10 @@ struct Attempt<'a> {
     request: Request,
     /// What the request asks for, where it has a prompt.
     api: Option<Api>,
-    /// Where the forwarded head begins in the request's bytes, once it has been made.
-    from: Option<usize>,
+    /// The client itself says which rank is to serve it.
+    names_rank: bool,
+    /// Why the request goes where it goes, where somebody wants to know.
+    evidence: Option<String>,
     /// Times the request was sent.
     sends: u32,
     resendable: bool,
@@ -180,6 +213,11 @@ impl Attempt<'_> {
             };
             let endpoint = &self.local.service.endpoints[decision.endpoint.index()];
             let pool = &self.local.pools[decision.endpoint.index()];
+            let rank = self.conveyed_rank(&decision);
+            if self.local.service.proxy.route_header || self.request.head.explain {
+                let load = self.proxy.loads.seen_by(self.proxy.id, endpoint.shared.slot).requests();
+                self.evidence = Some(evidence::text(&self.local.service, score, &decision, rank, load, tried.len()));
+            }
             // Before anything is awaited: the next decision must see this one.
             let uncached = self.uncached_tokens(score, &decision);
             let mut reservation = self.proxy.loads.reserve(self.proxy.id, endpoint.shared.slot, uncached);
@@ -192,14 +230,12 @@ impl Attempt<'_> {
             }
             while let Some(upstream) = connected.take() {
                 let reused = upstream.reused;
-                match self
-                    .forward(client, endpoint, pool, upstream, Sent { reservation: &mut reservation, uncached })
-                    .await
-                {
+                let sent = Sent { reservation: &mut reservation, uncached, rank };
+                match self.forward(client, endpoint, pool, upstream, sent).await {
                     Ok(next) => {
                         if self.status == 200 {
-                            self.predict(score, decision.endpoint);
-                            self.compare_usage(score, decision.endpoint);
+                            self.predict(score, decision.endpoint, rank);
+                            self.compare_usage(score, decision.endpoint, rank);
                         }
                         drop(reservation);
                         return Ok(next);
@@ -278,17 +314,20 @@ impl Attempt<'_> {
         self.sends += 1;
         let at = Instant::now();
         count(&endpoint.shared.stats_of(proxy.id).requests);
-        let from = *self.from.get_or_insert_with(|| prepare(&mut self.request));
+        let outgoing = Outgoing::new(&self.request, &self.lines_for_endpoint(sent.rank), proxy.buffers.small());
         let bytes = std::mem::take(&mut self.request.bytes);
-        let write = client.guard(Some(proxy.limits.write_timeout), upstream.write(bytes, from)).await;
-        let (written, bytes) = write.map_err(|interrupt| match interrupt {
+        let write = client.guard(Some(proxy.limits.write_timeout), outgoing.send(&mut upstream, bytes)).await;
+        let (written, buffer, bytes) = write.map_err(|interrupt| match interrupt {
             Interrupt::TimedOut => Fault::FirstByteTimeout,
             interrupt => Fault::Client(interrupt),
         })?;
+        proxy.buffers.give_back(buffer);
         self.request.bytes = bytes;
+        let mut added = self.lines_for_client();
+        let headroom = added.len() + CLOSE_LINE.len();
         // An endpoint that stopped reading may have answered all the same: what comes decides, not the write.
-        let begun =
-            relay::begin(client, &mut upstream, self.request.head.is_head, &proxy.limits, &proxy.buffers).await?;
+        let is_head = self.request.head.is_head;
+        let begun = relay::begin(client, &mut upstream, is_head, headroom, &proxy.limits, &proxy.buffers).await?;
         if endpoint.shared.connect_failures.load(Ordering::Relaxed) != 0 {
             endpoint.shared.connect_failures.store(0, Ordering::Relaxed);
         }
@@ -298,10 +337,15 @@ impl Attempt<'_> {
         count(&stats.responses[usize::from(begun.head.status / 100).min(5)]);
         let head = &self.request.head;
         let ends_with_connection = begun.head.body == crate::http::ResponseBody::UntilClose;
-        let terms = Terms {
-            close: !head.keep_alive || proxy.draining.get() || ends_with_connection,
-            is_http10: head.is_http10,
-        };
+        let close = !head.keep_alive || proxy.draining.get() || ends_with_connection;
+        if begun.head.has_request_id {
+            // The endpoint says it itself.
+            added.drain(..self.id_line_len());
+        }
+        if close {
+            added.extend_from_slice(CLOSE_LINE);
+        }
+        let terms = Terms { added: &added, is_http10: head.is_http10 };
         self.tail = (self.api.is_some() && endpoint.shared.usage.look()).then(Tail::default);
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
@@ -311,7 +355,45 @@ impl Attempt<'_> {
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
         }
-        Ok(if terms.close { Next::Close } else { Next::Request })
+        Ok(if close { Next::Close } else { Next::Request })
+    }
+
+    /// The rank that the endpoint is told to serve the request with: where it has several and follows the header, and the
+    /// client does not choose one itself.
+    fn conveyed_rank(&self, decision: &Decision) -> Option<Rank> {
+        let service = &self.local.service;
+        let several = service.kv.as_ref().is_some_and(|kv| kv.ranks > 1);
+        let follows = several && service.endpoints[decision.endpoint.index()].shared.conveys_rank();
+        decision.rank.filter(|_| follows && !self.names_rank)
+    }
+
+    /// Lines of the gateway's own in the head that the endpoint gets.
+    fn lines_for_endpoint(&self, rank: Option<Rank>) -> Vec<u8> {
+        let mut lines = Vec::new();
+        if let Some(id) = &self.request.made_id {
+            push_line(&mut lines, ID_HEADER, id);
+        }
+        if let Some(Rank(rank)) = rank {
+            push_line(&mut lines, RANK_HEADER, rank);
+        }
+        lines
+    }
+
+    /// Lines of the gateway's own in the head that the client gets: the id's comes first.
+    fn lines_for_client(&self) -> Vec<u8> {
+        let mut lines = Vec::new();
+        if let Some(id) = id_of(&self.request) {
+            push_line(&mut lines, ID_HEADER, id);
+        }
+        if let Some(evidence) = &self.evidence {
+            push_line(&mut lines, evidence::HEADER, evidence);
+        }
+        lines
+    }
+
+    /// Bytes of the line that says the id.
+    fn id_line_len(&self) -> usize {
+        id_of(&self.request).map_or(0, |id| ID_HEADER.len() + ": ".len() + id.len() + "\r\n".len())
     }
 
     /// Tokens of the prompt that the endpoint will have to compute: where the prompt is not known, as many as its bytes
@@ -328,7 +410,7 @@ impl Attempt<'_> {
     }
 
     /// Says what the endpoint that has answered must hold now, for parity by use.
-    fn predict(&self, score: &Score, endpoint: EndpointIndex) {
+    fn predict(&self, score: &Score, endpoint: EndpointIndex, rank: Option<Rank>) {
         let Some(reader) = &self.local.reader else { return };
         let predictions = &self.local.service.endpoints[endpoint.index()].shared.predictions;
         if !predictions.wanted() {
@@ -342,20 +424,20 @@ impl Attempt<'_> {
             Some(Api::ChatCompletions) => PromptKind::Chat,
             _ => PromptKind::Completion,
         };
-        if let Some(prediction) = score.predict(reader, endpoint, kind) {
+        if let Some(prediction) = score.predict(reader, endpoint, rank, kind) {
             predictions.offer(prediction);
         }
     }
 
     /// Says what the answer's `usage` proves or denies of the endpoint's blocks.
-    fn compare_usage(&self, score: &Score, endpoint: EndpointIndex) {
+    fn compare_usage(&self, score: &Score, endpoint: EndpointIndex, rank: Option<Rank>) {
         let Some(usage) = self.tail.as_ref().and_then(Tail::usage) else { return };
         let statements = &self.local.service.endpoints[endpoint.index()].shared.usage;
         if usage.cached_tokens.is_some() {
             statements.set_tells();
         }
         if statements.wanted()
-            && let Some(statement) = score.compare(self.local, endpoint, usage)
+            && let Some(statement) = score.compare(self.local, endpoint, rank, usage)
         {
             statements.offer(statement);
         }
@@ -413,28 +495,5 @@ impl Attempt<'_> {
                 count(&stats.cold_seeds);
             }
         }
-    }
-}
-
-/// Edits the head for the endpoint, in place: lines of the client's connection are left out, and a body that came in
-/// chunks, decoded by now, is announced by its length. Returns where the head now begins.
-fn prepare(request: &mut Request) -> usize {
-    let Request { bytes, head } = request;
-    if head.body == RequestBody::Chunked {
-        announce_length(bytes, head);
-    }
-    edit::edit_head(bytes, 0, head.len, &head.dropped, b"")
-}
-
-/// Writes the body's length over the end of the `Transfer-Encoding` line, and leaves the rest of the line to be dropped.
-fn announce_length(bytes: &mut [u8], head: &mut RequestHead) {
-    let Some(line) = head.transfer_encoding else { return };
-    let length = format!("Content-Length: {}\r\n", bytes.len() - head.len);
-    // The shortest such line, "transfer-encoding:chunked", is as long as that of a length of nine digits.
-    let start = line.end - length.len();
-    assert!(start >= line.start, "a chunked body is below CHUNKED_BYTES_MAX");
-    bytes[start..line.end].copy_from_slice(length.as_bytes());
-    if let Some(dropped) = head.dropped.iter_mut().find(|dropped| dropped.start == line.start) {
-        dropped.end = start;
     }
 }

@@ -14,8 +14,10 @@ mod answer;
 mod ask;
 mod asked;
 mod client;
+mod evidence;
 mod exchange;
 mod models;
+mod outgoing;
 mod relay;
 mod routes;
 mod score;
@@ -58,6 +60,7 @@ pub struct Proxy {
     aside: Option<Aside>,
     asked: Rc<asked::Asked>,
     draining: Cell<bool>,
+    request_ids: outgoing::RequestIds,
 }
 
 impl Proxy {
@@ -78,6 +81,7 @@ impl Proxy {
             aside,
             asked: Rc::default(),
             draining: Cell::new(false),
+            request_ids: outgoing::RequestIds::default(),
         }
     }
 

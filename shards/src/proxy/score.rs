@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::block::Contract;
 use crate::block::vllm::Tagging;
 use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
-use crate::ids::{BlockKey, EndpointIndex};
+use crate::ids::{BlockKey, EndpointIndex, Rank};
 use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{
@@ -76,29 +76,48 @@ impl Score {
         keys.own.first().map(|first| (*first, !runs.is_empty()))
     }
 
-    /// What the endpoint's engine will hold once it has answered, beyond what it holds now.
+    /// What the endpoint's engine will hold once it has answered, beyond what it holds now. `rank` served it, where that is
+    /// known.
     #[must_use]
-    pub fn predict(&self, reader: &Reader, endpoint: EndpointIndex, kind: PromptKind) -> Option<Prediction> {
-        let at = self.at(reader, endpoint)?;
+    pub fn predict(
+        &self,
+        reader: &Reader,
+        endpoint: EndpointIndex,
+        rank: Option<Rank>,
+        kind: PromptKind,
+    ) -> Option<Prediction> {
+        let at = self.at(reader, endpoint, rank)?;
         Prediction::new(at.keys, at.held, kind)
     }
 
-    /// What follows from what the endpoint's engine said of its cache in its answer.
+    /// What follows from what the endpoint's engine said of its cache in its answer. Nothing does where it has several
+    /// ranks and nobody knows which one answered.
     #[must_use]
-    pub fn compare(&self, local: &LocalService, endpoint: EndpointIndex, usage: Usage) -> Option<Statement> {
+    pub fn compare(
+        &self,
+        local: &LocalService,
+        endpoint: EndpointIndex,
+        rank: Option<Rank>,
+        usage: Usage,
+    ) -> Option<Statement> {
         let (kv, reader) = (local.service.kv.as_ref()?, local.reader.as_ref()?);
-        let at = self.at(reader, endpoint)?;
+        if kv.ranks > 1 && rank.is_none() {
+            return None;
+        }
+        let at = self.at(reader, endpoint, rank)?;
         let block_tokens = at.block_tokens.map_or(kv.block_tokens, NonZeroU32::get);
         let tells = local.service.endpoints[endpoint.index()].shared.usage.tells();
         Statement::new(at.keys, at.held, block_tokens, usage, tells)
     }
 
-    /// The prompt in the keys of an endpoint.
-    fn at(&self, reader: &Reader, endpoint: EndpointIndex) -> Option<AtEndpoint<'_>> {
+    /// The prompt in the keys of an endpoint, with what the rank, or the best of them, holds.
+    fn at(&self, reader: &Reader, endpoint: EndpointIndex, rank: Option<Rank>) -> Option<AtEndpoint<'_>> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         let held = |runs: &[Run]| {
             // What comes from slower media is announced in device memory then.
-            let in_device = |run: &&Run| run.endpoint == endpoint && run.medium == Medium::Device;
+            let in_device = |run: &&Run| {
+                run.endpoint == endpoint && run.medium == Medium::Device && rank.is_none_or(|rank| run.rank == rank)
+            };
             let of_endpoint = runs.iter().filter(in_device);
             of_endpoint.map(|run| run.blocks).max().unwrap_or(0)
         };

@@ -8,7 +8,7 @@ use crate::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
 use crate::ids::ServiceId;
 use crate::inventory;
 use crate::load::{LoadSlot, Reservation};
-use crate::service::{Endpoint, EndpointShared, Engine, MediumWeights, ServiceShared};
+use crate::service::{Endpoint, EndpointShared, Engine, MediumWeights, ProxyOptions, ServiceShared};
 
 const SHARD: ShardId = ShardId(0);
 /// Enough tokens that the cap of the saving plays no part: 100 blocks and one token.
@@ -27,6 +27,7 @@ impl Fleet {
         let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
         let kv = KvExact {
             block_tokens: 16,
+            ranks: 1,
             contract: Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED)),
             algo_given: true,
             other_forms: Vec::new(),
@@ -65,6 +66,7 @@ impl Fleet {
             model: None,
             select: Select::RoundRobin,
             engine: Engine::Vllm,
+            proxy: ProxyOptions::default(),
             kv: Some(kv),
             endpoints: (0..endpoints).map(endpoint).collect(),
             shared: Arc::new(ServiceShared::new(1)),

@@ -11,7 +11,9 @@ use shards::executor::{Aside, Rung};
 use shards::ids::{EndpointIndex, ServiceId, ShardId};
 use shards::limits::Limits;
 use shards::load::{LoadSlot, LoadTable};
-use shards::service::{Endpoint, EndpointShared, Engine as EngineKind, Select, Service, ServiceShared, Tables};
+use shards::service::{
+    Endpoint, EndpointShared, Engine as EngineKind, ProxyOptions, Select, Service, ServiceShared, Tables,
+};
 use shards::shard::{Command, ShardHandle, ShardOptions, spawn};
 
 /// Longest wait for anything; a test that reaches it fails.
@@ -56,6 +58,7 @@ pub fn service(id: u32, listen: SocketAddr, endpoints: &[SocketAddr]) -> Service
         model: None,
         select: Select::RoundRobin,
         engine: EngineKind::Vllm,
+        proxy: ProxyOptions::default(),
         kv: None,
         endpoints: endpoints.iter().enumerate().map(endpoint).collect(),
         shared: Arc::new(ServiceShared::new(1)),
