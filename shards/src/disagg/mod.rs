@@ -21,6 +21,7 @@ pub mod bootstrap;
 pub mod context;
 pub mod ladder;
 pub mod nixl;
+pub mod refusal;
 pub mod stats;
 
 use std::time::Duration;

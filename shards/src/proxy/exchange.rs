@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::Proxy;
-use super::answer::Refusal;
+use super::answer::{BROKEN_EVENTS, Refusal};
 use super::client::{Client, Request, is_ours};
 use super::evidence;
 use super::models;
@@ -345,7 +345,7 @@ impl Attempt<'_> {
         if close {
             added.extend_from_slice(CLOSE_LINE);
         }
-        let terms = Terms { added: &added, is_http10: head.is_http10 };
+        let terms = Terms { added: &added, is_http10: head.is_http10, broken: BROKEN_EVENTS, wants_done: false };
         self.tail = (self.api.is_some() && endpoint.shared.usage.look()).then(Tail::default);
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
@@ -450,7 +450,7 @@ impl Attempt<'_> {
         }
         match fault {
             Fault::Client(Interrupt::ClientGone | Interrupt::TimedOut) => count(&stats.client_gone),
-            Fault::Client(Interrupt::Cut | Interrupt::CloseIdle) => {}
+            Fault::Client(Interrupt::Cut | Interrupt::CloseIdle | Interrupt::OtherLeg) => {}
             Fault::Broken => count(&stats.broken_answers),
             Fault::Died => {
                 return Failure::Refuse(Refusal::BackendUnreachable(
