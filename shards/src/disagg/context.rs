@@ -106,6 +106,12 @@ pub fn decode(body: &mut Splice<'_>, api: Api, handover: &Handover) -> Result<()
     Ok(())
 }
 
+/// Whether `stream_options` ask for usage.
+#[must_use]
+pub fn asks_usage(options: &[u8]) -> bool {
+    Splice::of(options).is_ok_and(|options| options.value("include_usage") == Some(b"true"))
+}
+
 /// The answer of a context server that needs no generation, as the client gets it: without what is between servers, and
 /// as a stream of events where it asked for one.
 #[must_use]

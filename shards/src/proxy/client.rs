@@ -99,6 +99,12 @@ impl Client {
         self.companion = companion;
     }
 
+    /// Whether something goes on beside.
+    #[must_use]
+    pub fn has_companion(&self) -> bool {
+        self.companion.is_some()
+    }
+
     /// Takes what goes on beside.
     pub fn take_companion(&mut self) -> Option<Companion> {
         self.companion.take()

@@ -1,0 +1,294 @@
+//! One request through two engines: a prefill leg and a decode leg, sent one after the other or at once, and nothing left
+//! running when either fails or the client leaves.
+//!
+//! ```text
+//!  one after the other (NIXL pull, TensorRT-LLM):
+//!    client ─▶ P: whole answer ─▶ what it hands over ─▶ D: relayed ─▶ client
+//!  at once (NIXL push, SGLang):
+//!    client ─▶ P: whole answer, beside ───────────────┐ fails: D is given up, the client is told
+//!          └─▶ D: relayed ─▶ client                   ┘ client leaves, D fails: P is given up
+//! ```
+//!
+//! **Invariant.** A leg lives in a future of this request's task, or beside it as the connection's companion: whatever ends
+//! the request drops both, and with them their connections, which is how engines learn of it. After the first byte of
+//! the decode answer nothing is tried again.
+//!
+//! | what goes wrong | before the client has a byte | after |
+//! |---|---|---|
+//! | a connect is refused | another endpoint, nothing lost | – |
+//! | a kept connection was dead | the same endpoint on a fresh one, once | – |
+//! | the prefill leg dies or answers 5xx | another endpoint once, then 502 | the stream ends with an error event |
+//! | the prefill leg answers 3xx or 4xx | the client gets that | as above |
+//! | the prefill leg is too slow | 504 | as above |
+//! | the decode leg dies | 502; what it was handed over may be gone | the stream ends with an error event |
+//! | the decode leg answers an error | the client gets that | – |
+
+mod admit;
+mod at_once;
+mod in_turn;
+mod leg;
+mod message;
+mod relayed;
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use super::Proxy;
+use super::answer::Refusal;
+use super::client::{Client, Request};
+use super::exchange::{Failure, Next};
+use super::routes::LocalService;
+use super::score::Score;
+use super::watch::Interrupt;
+use crate::disagg::refusal::LegRefusal;
+use crate::disagg::stats::{LegOutcome, PdStats};
+use crate::disagg::{self, Dialect, LegError};
+use crate::ids::EndpointIndex;
+use crate::load::Reservation;
+use crate::prompt::{Api, Outline, Splice, SpliceError};
+use crate::rates::FirstByte;
+use crate::route::{Decision, Facts, Tier};
+use crate::service::{Disagg, Endpoint, Service, count};
+
+/// Prefill legs that one request may see fail before it is refused.
+const FAILURES_MAX: u32 = 2;
+
+/// Endpoints that one request may find dead, as in requests with one leg.
+const CONNECTS_MAX: usize = 16;
+
+/// Bytes of a body looked through in one slice.
+const SCAN_BYTES: usize = 64 * 1024;
+
+/// A request to be carried through its legs.
+pub struct Errand<'a> {
+    /// The shard's proxy.
+    pub proxy: &'a Proxy,
+    /// The service.
+    pub local: &'a LocalService,
+    /// How it parts requests.
+    pub pd: &'a Disagg,
+    /// The request, as it came.
+    pub request: &'a Request,
+    /// What it asks for, where it has a prompt.
+    pub api: Option<Api>,
+    /// Whether it asks for a stream.
+    pub stream: bool,
+    /// What is known of its prompt.
+    pub score: &'a Score,
+    /// What else a decision may stand on; without endpoints that refused it.
+    pub facts: Facts<'a>,
+    /// The client is told where its request went.
+    pub explains: bool,
+}
+
+/// What became of a request.
+pub struct Carried {
+    /// What becomes of the client's connection.
+    pub next: Next,
+    /// The endpoint that computed the prompt and the one that answered, where both did.
+    pub pair: Option<(EndpointIndex, EndpointIndex)>,
+    /// The decision for the former.
+    pub decision: Option<Decision>,
+    /// The body of the prefill leg's answer, where it has come before the answer's: only it knows what hit.
+    pub prefill_answer: Option<Vec<u8>>,
+    /// Status of the answer.
+    pub status: u16,
+}
+
+impl Errand<'_> {
+    /// Carries the request through.
+    ///
+    /// # Errors
+    /// There is no answer from an endpoint, or it broke.
+    pub async fn carry(&self, client: &mut Client) -> Result<Carried, Failure> {
+        let carried = self.carry_on(client).await;
+        // Whatever is left of the other leg ends with the request.
+        client.set_companion(None);
+        carried
+    }
+
+    async fn carry_on(&self, client: &mut Client) -> Result<Carried, Failure> {
+        let dialect = Dialect::of(self.service().engine, self.pd.push);
+        let parted = dialect.zip(self.api).filter(|(dialect, api)| dialect.serves(*api));
+        let Some((dialect, api)) = parted else { return self.undivided(client).await };
+        let outlined = client.guard(None, self.outline()).await.map_err(|interrupt| self.left(interrupt))?;
+        let body = match outlined {
+            Ok(body) => body,
+            // The engine says what is wrong with it.
+            Err(SpliceError::NotAnObject) => return self.undivided(client).await,
+            Err(error) => return Err(self.unsplittable(dialect, error.into())),
+        };
+        disagg::check_own(dialect, &body).map_err(|error| self.unsplittable(dialect, error))?;
+        let total = self.service().shared.pd_total.take(self.pd.ladder.total);
+        let Some(_total) = total else {
+            count(&self.stats().admission_shed);
+            return Err(self.refuse(LegRefusal::TotalReached));
+        };
+        let task = Task { errand: self, dialect, api, body };
+        if dialect.is_concurrent() { task.at_once(client).await } else { task.in_turn(client).await }
+    }
+
+    /// Looks through the body in slices.
+    async fn outline(&self) -> Result<Splice<'_>, SpliceError> {
+        let body = &self.request.bytes[self.request.head.len..];
+        if body.len() <= SCAN_BYTES {
+            return Splice::of(body);
+        }
+        let ticket = self.proxy.ticket.take().await;
+        let mut outline = Outline::new(body);
+        while !outline.step(SCAN_BYTES)? {
+            ticket.breathe().await;
+        }
+        Ok(outline.into_splice())
+    }
+
+    fn service(&self) -> &Service {
+        &self.local.service
+    }
+
+    fn stats(&self) -> &PdStats {
+        &self.service().shared.stats_of(self.proxy.id).pd
+    }
+
+    fn endpoint(&self, index: EndpointIndex) -> &Endpoint {
+        &self.service().endpoints[index.index()]
+    }
+
+    fn refuse(&self, refusal: LegRefusal) -> Failure {
+        Failure::Refuse(Refusal::Legs(refusal))
+    }
+
+    fn unsplittable(&self, dialect: Dialect, error: LegError) -> Failure {
+        if dialect == Dialect::Bootstrap && !matches!(error, LegError::OwnMember(_)) {
+            count(&self.stats().sg_oversize_reject);
+        }
+        self.refuse(LegRefusal::Unsplittable(dialect, error))
+    }
+
+    /// The client left, stalled, or is cut, before it had a byte.
+    fn left(&self, interrupt: Interrupt) -> Failure {
+        let stats = self.service().shared.stats_of(self.proxy.id);
+        count(&stats.responses[0]);
+        if matches!(interrupt, Interrupt::ClientGone | Interrupt::TimedOut) {
+            count(&stats.client_gone);
+        }
+        Failure::Close
+    }
+
+    /// Tokens that the endpoint will have to compute.
+    fn uncached_tokens(&self, decision: &Decision) -> u64 {
+        match self.score {
+            Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
+            _ => (self.request.bytes.len() - self.request.head.len) as u64 / BYTES_PER_TOKEN,
+        }
+    }
+}
+
+/// Bytes of a body per token of its prompt, where nobody has counted.
+const BYTES_PER_TOKEN: u64 = 4;
+
+/// A request that can be parted.
+struct Task<'e, 'a> {
+    errand: &'e Errand<'a>,
+    dialect: Dialect,
+    api: Api,
+    body: Splice<'e>,
+}
+
+/// Counts one leg, as cancelled unless its outcome was said.
+struct Counted {
+    service: std::sync::Arc<Service>,
+    shard: crate::ids::ShardId,
+    prefill: bool,
+    outcome: Cell<LegOutcome>,
+}
+
+impl Counted {
+    fn begin(errand: &Errand<'_>, prefill: bool) -> Self {
+        let service = std::sync::Arc::clone(&errand.local.service);
+        Counted { service, shard: errand.proxy.id, prefill, outcome: Cell::new(LegOutcome::Cancelled) }
+    }
+
+    fn set(&self, outcome: LegOutcome) {
+        self.outcome.set(outcome);
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let stats = &self.service.shared.stats_of(self.shard).pd;
+        let legs = if self.prefill { &stats.prefill } else { &stats.decode };
+        count(&legs[self.outcome.get() as usize]);
+    }
+}
+
+/// A prefill leg that was dispatched.
+struct Dispatched {
+    at: Instant,
+    uncached: u64,
+    budget: Duration,
+    reservation: Reservation,
+}
+
+impl Dispatched {
+    fn new(errand: &Errand<'_>, decision: &Decision) -> Self {
+        let endpoint = errand.endpoint(decision.endpoint);
+        let uncached = errand.uncached_tokens(decision);
+        // Before anything is awaited: the next decision must see this one.
+        let reservation = errand.proxy.loads.reserve(errand.proxy.id, endpoint.shared.slot, uncached);
+        let ahead = reservation.ahead();
+        let expected = endpoint.shared.rates.terms().seconds(ahead.tokens + uncached, ahead.decode);
+        let budget = disagg::prefill_budget(errand.pd.prefill_floor, expected);
+        Dispatched { at: Instant::now(), uncached, budget, reservation }
+    }
+
+    /// Its answer has come: how long it took, of which the endpoint's speed is learned.
+    fn answered(&mut self, endpoint: &Endpoint, stats: &PdStats) -> Duration {
+        let elapsed = self.at.elapsed();
+        let (uncached_tokens, ahead) = (self.uncached, self.reservation.ahead());
+        self.reservation.first_byte();
+        endpoint.shared.rates.learn(FirstByte { uncached_tokens, ahead, elapsed });
+        stats.prefill_time.note(elapsed);
+        elapsed
+    }
+}
+
+/// The endpoints that a request has been refused by.
+#[derive(Default)]
+struct Tried {
+    prefill: Vec<EndpointIndex>,
+    decode: Vec<EndpointIndex>,
+    /// Prefill legs that failed.
+    failures: u32,
+    /// How the last of them did.
+    failed: Option<(Dialect, &'static str)>,
+    /// Connections that were found dead while they were kept.
+    stale: u32,
+}
+
+impl Tried {
+    fn is_over(&self) -> bool {
+        self.prefill.len() + self.decode.len() >= CONNECTS_MAX
+    }
+}
+
+/// Where the legs went, for the header that says so.
+struct Route<'r> {
+    decision: Option<&'r Decision>,
+    decode: EndpointIndex,
+    prefill_time: Option<Duration>,
+}
+
+/// What is known of a prefill leg that goes on beside the decode leg.
+type Beside = Rc<Cell<Option<at_once::PrefillEnd>>>;
+
+fn tier_place(tier: Tier) -> Option<usize> {
+    match tier {
+        Tier::Session => Some(0),
+        Tier::Trie => Some(1),
+        Tier::KvExact => Some(2),
+        Tier::LeastLoad | Tier::Claim => Some(3),
+        Tier::Select | Tier::Rescue => None,
+    }
+}
