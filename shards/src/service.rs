@@ -14,6 +14,8 @@ use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
+use crate::disagg::ladder::{Gauge, Places};
+use crate::disagg::stats::PdStats;
 use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
@@ -305,6 +307,8 @@ pub struct Endpoint {
     pub role: Role,
     /// Where its NIXL side channel listens (`nixl_port`); 0 = not said.
     pub nixl_port: u16,
+    /// What its NIXL agent is called (`nixl_engine_id`), where prefill engines push.
+    pub nixl_engine_id: Option<Box<str>>,
     /// State carried over updates.
     pub shared: Arc<EndpointShared>,
 }
@@ -321,6 +325,7 @@ impl Endpoint {
             retired: false,
             role: Role::Normal,
             nixl_port: 0,
+            nixl_engine_id: None,
             shared: Arc::new(shared),
         }
     }
@@ -339,6 +344,8 @@ pub struct ServiceShared {
     pub seed_ticks: AtomicU64,
     /// Whether repeated prompts hit.
     pub zero_hits: ZeroHits,
+    /// Disaggregated requests under way.
+    pub pd_total: Arc<Gauge>,
     /// Counters, a row per shard.
     pub stats: Box<[ServiceStats]>,
 }
@@ -350,6 +357,7 @@ impl ServiceShared {
         ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
+            pd_total: Arc::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
     }
@@ -464,6 +472,8 @@ pub struct ServiceStats {
     pub broken_answers: AtomicU64,
     /// Requests whose client left before the end of the answer.
     pub client_gone: AtomicU64,
+    /// Requests with a prefill and a decode leg.
+    pub pd: PdStats,
 }
 
 /// What an engine says of itself in its metrics: written by whoever scrapes them, which is also who takes back what is
@@ -520,6 +530,8 @@ pub struct EndpointShared {
     pub rates: Rates,
     /// What its engine says of its load, as far as somebody asks.
     pub engine: EngineLoad,
+    /// Its places for requests in prefill, where they are bounded.
+    pub places: Places,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
     /// What its engine says of its cache, for the ingest thread.
@@ -541,6 +553,7 @@ impl EndpointShared {
             kv_blocks: AtomicU64::new(0),
             rates: Rates::default(),
             engine: EngineLoad::default(),
+            places: Places::default(),
             predictions: Predictions::default(),
             usage: Statements::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),

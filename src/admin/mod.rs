@@ -10,6 +10,7 @@ mod answers;
 mod contract;
 mod inventory;
 mod metrics;
+mod metrics_pd;
 mod parity;
 mod rules;
 mod status;

@@ -68,6 +68,11 @@ pub fn text(
 fn tier_name(tier: Tier) -> &'static str {
     match tier {
         Tier::KvExact => "tier15",
+        Tier::Session => "tier0",
+        Tier::Trie => "tier1",
+        Tier::Claim => "claim",
         Tier::Select => "sel",
+        Tier::LeastLoad => "tier2",
+        Tier::Rescue => "rescue",
     }
 }

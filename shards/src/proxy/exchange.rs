@@ -9,6 +9,7 @@ use super::Proxy;
 use super::answer::{BROKEN_EVENTS, Refusal};
 use super::client::{Client, Request, is_ours};
 use super::evidence;
+use super::legs::Errand;
 use super::models;
 use super::outgoing::{ID_HEADER, Outgoing, announce_length, id_of, push_line};
 use super::relay::{self, CLOSE_LINE, Fault, Heard, Terms};
@@ -22,7 +23,7 @@ use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
 use crate::route::{self, Chooser, Decision, Facts, Tier};
-use crate::service::{Endpoint, count};
+use crate::service::{Endpoint, Service, count};
 use crate::usage::Tail;
 
 /// Endpoints that one request may find dead; beyond it the request is refused. Each costs up to a connect time-out.
@@ -33,7 +34,7 @@ const CONNECTS_MAX: usize = 16;
 const SENDS_MAX: u32 = 3;
 
 /// The header by which vLLM and SGLang let a request choose its rank.
-const RANK_HEADER: &str = "x-data-parallel-rank";
+pub(super) const RANK_HEADER: &str = "x-data-parallel-rank";
 
 /// Bytes of a request's body per token of its prompt, where nobody has counted.
 const BYTES_PER_TOKEN: u64 = 4;
@@ -68,11 +69,6 @@ pub async fn exchange(proxy: &Proxy, client: &mut Client, mut request: Request, 
     } else {
         match routes.pick(listen, &view) {
             Pick::Service(local) => {
-                if local.service.pd.is_some() {
-                    let refusal =
-                        Refusal::NotImplemented("prefill and decode on separate endpoints are not built yet".into());
-                    return refuse(proxy, client, &request, &refusal).await;
-                }
                 if models::is_asked(&view) {
                     return models::answer(proxy, client, &local, &view).await;
                 }
@@ -107,6 +103,22 @@ async fn serve(
     let resendable = is_resendable(&view);
     let api = Api::of(view.method(), view.path());
     let names_rank = view.names_rank();
+    let stream = local.service.pd.is_some() && view.body().is_some_and(|body| body.stream);
+    if let Some(pd) = &local.service.pd {
+        let errand = Errand {
+            proxy,
+            local,
+            pd,
+            request: &request,
+            api,
+            stream,
+            names_rank,
+            score: &score,
+            facts: Facts::of(score.evidence()),
+        };
+        let carried = errand.carry(client).await;
+        return end(proxy, local, client, request, carried.map(|carried| carried.next)).await;
+    }
     announce_length(&mut request);
     let mut attempt = Attempt {
         proxy,
@@ -123,6 +135,18 @@ async fn serve(
     };
     let outcome = attempt.run(client, &score).await;
     let request = attempt.request;
+    end(proxy, local, client, request, outcome).await
+}
+
+/// What a request leaves behind.
+async fn end(
+    proxy: &Proxy,
+    local: &LocalService,
+    client: &mut Client,
+    request: Request,
+    outcome: Result<Next, Failure>,
+) -> Next {
+    let stats = local.service.shared.stats_of(proxy.id);
     match outcome {
         Ok(next) => {
             proxy.buffers.give_back(request.bytes);
@@ -159,11 +183,56 @@ fn is_resendable(view: &RequestView<'_>) -> bool {
 }
 
 /// Why there is no answer from an endpoint.
-enum Failure {
+pub(super) enum Failure {
     /// The gateway answers instead.
     Refuse(Refusal),
     /// The client's connection is closed: it left, or its answer broke.
     Close,
+}
+
+/// The rank that the endpoint is told to serve the request with: where it has several and follows the header, and the
+/// client does not choose one itself.
+pub(super) fn conveyed_rank(service: &Service, decision: &Decision, names_rank: bool) -> Option<Rank> {
+    let several = service.kv.as_ref().is_some_and(|kv| kv.ranks > 1);
+    let follows = several && service.endpoints[decision.endpoint.index()].shared.conveys_rank();
+    decision.rank.filter(|_| follows && !names_rank)
+}
+
+/// Why no connection was tried to its end.
+pub(super) enum NotOpened {
+    /// For want of something here; what the client is told.
+    OutOfSockets(Refusal),
+    /// The client left, or is cut.
+    Interrupted(Interrupt),
+}
+
+/// Opens a connection; none when the endpoint refused it, which takes the endpoint out.
+pub(super) async fn open(
+    proxy: &Proxy,
+    local: &LocalService,
+    client: &mut Client,
+    endpoint: &Endpoint,
+    pool: &Pool,
+) -> Result<Option<Upstream>, NotOpened> {
+    let error = match client.guard(Some(proxy.limits.connect_timeout), pool.connect()).await {
+        Ok(Ok(upstream)) => return Ok(Some(upstream)),
+        Ok(Err(error)) if is_ours(&error) => {
+            tracing::error!(%error, endpoint = %endpoint.address, "no connection could be opened, for want of resources here");
+            return Err(NotOpened::OutOfSockets(Refusal::BackendUnreachable("this gateway is out of sockets")));
+        }
+        Ok(Err(error)) => error,
+        Err(Interrupt::TimedOut) => io::ErrorKind::TimedOut.into(),
+        Err(interrupt) => return Err(NotOpened::Interrupted(interrupt)),
+    };
+    pool.clear();
+    endpoint.shared.connect_failures.fetch_add(1, Ordering::Relaxed);
+    count(&endpoint.shared.stats_of(proxy.id).connect_failures);
+    count(&local.service.shared.stats_of(proxy.id).connect_failovers);
+    if endpoint.shared.mark_down() {
+        tracing::warn!(%error, endpoint = %endpoint.address, rule = local.service.id.0,
+            "endpoint refused a connection and is out until a probe finds it again");
+    }
+    Ok(None)
 }
 
 /// What a request counts for at the endpoint that it is sent to.
@@ -286,26 +355,10 @@ impl Attempt<'_> {
         endpoint: &Endpoint,
         pool: &Pool,
     ) -> Result<Option<Upstream>, Failure> {
-        let result = client.guard(Some(self.proxy.limits.connect_timeout), pool.connect()).await;
-        let error = match result {
-            Ok(Ok(upstream)) => return Ok(Some(upstream)),
-            Ok(Err(error)) if is_ours(&error) => {
-                tracing::error!(%error, endpoint = %endpoint.address, "no connection could be opened, for want of resources here");
-                return Err(Failure::Refuse(Refusal::BackendUnreachable("this gateway is out of sockets")));
-            }
-            Ok(Err(error)) => error,
-            Err(Interrupt::TimedOut) => io::ErrorKind::TimedOut.into(),
-            Err(interrupt) => return Err(self.failure(Fault::Client(interrupt))),
-        };
-        pool.clear();
-        endpoint.shared.connect_failures.fetch_add(1, Ordering::Relaxed);
-        count(&endpoint.shared.stats_of(self.proxy.id).connect_failures);
-        count(&self.local.service.shared.stats_of(self.proxy.id).connect_failovers);
-        if endpoint.shared.mark_down() {
-            tracing::warn!(%error, endpoint = %endpoint.address, rule = self.local.service.id.0,
-                "endpoint refused a connection and is out until a probe finds it again");
-        }
-        Ok(None)
+        open(self.proxy, self.local, client, endpoint, pool).await.map_err(|error| match error {
+            NotOpened::OutOfSockets(refusal) => Failure::Refuse(refusal),
+            NotOpened::Interrupted(interrupt) => self.failure(Fault::Client(interrupt)),
+        })
     }
 
     async fn forward(
@@ -364,13 +417,9 @@ impl Attempt<'_> {
         Ok(if close { Next::Close } else { Next::Request })
     }
 
-    /// The rank that the endpoint is told to serve the request with: where it has several and follows the header, and the
-    /// client does not choose one itself.
+    /// See [`conveyed_rank`].
     fn conveyed_rank(&self, decision: &Decision) -> Option<Rank> {
-        let service = &self.local.service;
-        let several = service.kv.as_ref().is_some_and(|kv| kv.ranks > 1);
-        let follows = several && service.endpoints[decision.endpoint.index()].shared.conveys_rank();
-        decision.rank.filter(|_| follows && !self.names_rank)
+        conveyed_rank(&self.local.service, decision, self.names_rank)
     }
 
     /// Lines of the gateway's own in the head that the endpoint gets.

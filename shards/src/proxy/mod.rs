@@ -16,6 +16,7 @@ mod asked;
 mod client;
 mod evidence;
 mod exchange;
+mod legs;
 mod models;
 mod outgoing;
 mod relay;
@@ -31,6 +32,7 @@ use std::sync::Arc;
 
 use monoio::net::TcpStream;
 
+use crate::disagg::context::RequestNumbers;
 use crate::executor::{Aside, Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
@@ -61,12 +63,14 @@ pub struct Proxy {
     asked: Rc<asked::Asked>,
     draining: Cell<bool>,
     request_ids: outgoing::RequestIds,
+    disagg_numbers: RequestNumbers,
 }
 
 impl Proxy {
     /// A proxy without rules. What is too large to be done in slices it does aside, or, without such a thread, in one go.
     #[must_use]
     pub fn new(id: ShardId, limits: Limits, loads: Arc<LoadTable>, aside: Option<Aside>) -> Self {
+        let request_ids = outgoing::RequestIds::default();
         let prefixes = RefCell::new(PrefixCache::new(limits.prompt_cache_bytes));
         Proxy {
             id,
@@ -81,7 +85,8 @@ impl Proxy {
             aside,
             asked: Rc::default(),
             draining: Cell::new(false),
-            request_ids: outgoing::RequestIds::default(),
+            disagg_numbers: RequestNumbers::new(id, request_ids.random() as u8),
+            request_ids,
         }
     }
 

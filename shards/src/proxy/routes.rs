@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use super::models::ModelsCache;
 use super::upstream::{Pool, Pools};
+use crate::disagg::ladder::Queues;
 use crate::executor::Ticket;
 use crate::http::RequestHead;
 use crate::ids::{ServiceId, ShardId};
@@ -27,6 +28,8 @@ pub struct LocalService {
     pub reader: Option<Reader>,
     /// Idle upstream connections, by endpoint.
     pub pools: Vec<Rc<Pool>>,
+    /// Who waits for which prefill endpoint on this shard, kept over updates.
+    pub queues: Rc<Queues>,
     /// The union of the endpoints' model lists, for a moment.
     pub models: ModelsCache,
 }
@@ -149,12 +152,16 @@ impl Routes {
     pub fn compile(tables: &Tables, before: &Routes, shard: ShardId, pools: &Pools) -> Self {
         let turns: HashMap<ServiceId, &Rc<RefCell<Turn>>> =
             before.services().map(|local| (local.service.id, &local.turn)).collect();
+        let queues: HashMap<ServiceId, &Rc<Queues>> =
+            before.services().map(|local| (local.service.id, &local.queues)).collect();
         let local = |service: Arc<Service>| {
+            let waiting = queues.get(&service.id).map(|queues| Rc::clone(queues));
             let turn = turns.get(&service.id).map(|turn| Rc::clone(turn));
             Rc::new(LocalService {
                 turn: turn.unwrap_or_else(|| Rc::new(RefCell::new(Turn::starting_at(shard)))),
                 reader: service.kv.as_ref().map(|kv| kv.inventory.reader()),
                 pools: service.endpoints.iter().map(|endpoint| pools.of(endpoint.address)).collect(),
+                queues: waiting.unwrap_or_default(),
                 models: ModelsCache::default(),
                 service,
             })

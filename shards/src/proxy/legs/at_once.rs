@@ -77,7 +77,7 @@ impl Task<'_, '_> {
             reservation.first_byte();
             let route = Route { decision: Some(&decision), decode, prefill_time: None };
             let first_byte = Some(budget + self.first_byte_budget());
-            let relaying = Relaying { route, dialect: Some(self.dialect), first_byte };
+            let relaying = Relaying { route, dialect: Some(self.dialect), first_byte, again: false };
             match errand.relay_from(client, to_decode, second, &relaying).await {
                 Ok(relayed) => {
                     self.drain(client);

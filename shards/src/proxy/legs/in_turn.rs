@@ -15,7 +15,7 @@ use crate::ids::EndpointIndex;
 use crate::load::Reservation;
 use crate::prompt::Splice;
 use crate::proxy::client::Client;
-use crate::proxy::exchange::{Failure, Next};
+use crate::proxy::exchange::{self, Failure, Next};
 use crate::proxy::outgoing::push_line;
 use crate::proxy::watch::Interrupt;
 use crate::route::{Decision, Tier};
@@ -163,8 +163,8 @@ impl Task<'_, '_> {
         };
         edited.map_err(|error| errand.unsplittable(self.dialect, error.into()))?;
         let mut lines = id_line(id);
-        if let Some(rank) = errand.conveyed_rank(decision) {
-            push_line(&mut lines, crate::proxy::exchange::RANK_HEADER, rank.0);
+        if let Some(rank) = exchange::conveyed_rank(errand.service(), decision, errand.names_rank) {
+            push_line(&mut lines, exchange::RANK_HEADER, rank.0);
         }
         Ok(message::make(errand, Leg::Prefill, Some(body), &lines, id.is_some()).await)
     }
@@ -224,7 +224,7 @@ impl Task<'_, '_> {
                 reservation.first_byte();
                 let route = Route { decision: Some(&decision), decode: index, prefill_time: Some(time) };
                 let first_byte = Some(self.first_byte_budget());
-                let relaying = Relaying { route, dialect: Some(self.dialect), first_byte };
+                let relaying = Relaying { route, dialect: Some(self.dialect), first_byte, again: false };
                 let sent = std::mem::take(&mut message);
                 match errand.send(client, upstream, sent, &relaying).await {
                     Ok(relayed) => {

@@ -78,8 +78,8 @@ pub struct Errand<'a> {
     pub score: &'a Score,
     /// What else a decision may stand on; without endpoints that refused it.
     pub facts: Facts<'a>,
-    /// The client is told where its request went.
-    pub explains: bool,
+    /// The client itself says which rank is to serve it.
+    pub names_rank: bool,
 }
 
 /// What became of a request.
@@ -174,6 +174,11 @@ impl Errand<'_> {
             count(&stats.client_gone);
         }
         Failure::Close
+    }
+
+    /// Whether the client is told where its request went.
+    fn explains(&self) -> bool {
+        self.service().proxy.route_header || self.request.head.explain
     }
 
     /// Tokens that the endpoint will have to compute.
@@ -274,6 +279,7 @@ impl Tried {
 }
 
 /// Where the legs went, for the header that says so.
+#[derive(Clone, Copy)]
 struct Route<'r> {
     decision: Option<&'r Decision>,
     decode: EndpointIndex,

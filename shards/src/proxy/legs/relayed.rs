@@ -26,6 +26,7 @@ use crate::service::count;
 const BLAME_WAIT: Duration = Duration::from_millis(100);
 
 /// How a leg is relayed.
+#[derive(Clone, Copy)]
 pub struct Relaying<'r> {
     /// Where it goes and why.
     pub route: Route<'r>,
@@ -33,6 +34,9 @@ pub struct Relaying<'r> {
     pub dialect: Option<Dialect>,
     /// Longest wait for the answer's first byte; none = as the proxy's limits say.
     pub first_byte: Option<Duration>,
+    /// It may have been sent before, on a connection that died: what it was handed over may be gone, and the endpoint's
+    /// error says no more than that.
+    pub again: bool,
 }
 
 /// Why a leg was not relayed to its end.
@@ -140,6 +144,9 @@ impl Errand<'_> {
         drop(message);
         endpoint.shared.connect_failures.store(0, Ordering::Relaxed);
         let (status, event_stream) = (begun.head.status, begun.head.event_stream);
+        if relaying.again && status >= 500 {
+            return Err(DecodeFault::Died);
+        }
         if status >= 500 && client.has_companion() {
             // A decode engine says so when its prefill engine failed: then that one's word counts.
             let heard = client.guard(Some(BLAME_WAIT), std::future::pending::<()>()).await;
@@ -244,7 +251,7 @@ impl Errand<'_> {
         if let Some(id) = id_of(self.request).filter(|_| !has_id) {
             push_line(&mut lines, ID_HEADER, id);
         }
-        if self.explains {
+        if self.explains() {
             push_line(&mut lines, evidence::HEADER, self.evidence(relaying, at));
         }
         lines.extend(close_line(close));
@@ -289,7 +296,7 @@ impl Errand<'_> {
             let lines = id_line(id.as_deref());
             let message = message::make(self, Leg::Decode, None, &lines, id.is_some()).await;
             let route = Route { decision: None, decode: index, prefill_time: None };
-            let relaying = Relaying { route, dialect: None, first_byte: None };
+            let relaying = Relaying { route, dialect: None, first_byte: None, again: false };
             match self.send(client, upstream, message, &relaying).await {
                 Ok(relayed) => return Ok(Carried::undivided(relayed)),
                 Err(DecodeFault::Died) if tried.failures == 0 && self.api.is_some() && !tried.is_over() => {
@@ -321,7 +328,8 @@ impl Errand<'_> {
                 self.local.pools[index.index()].clear();
                 let fresh = self.connect_fresh(client, index).await.map_err(DecodeFault::Over)?;
                 let Some(upstream) = fresh else { return Err(DecodeFault::Stale(message)) };
-                let relayed = self.relay_from(client, upstream, message, relaying).await;
+                let again = Relaying { again: relaying.dialect.is_some(), ..*relaying };
+                let relayed = self.relay_from(client, upstream, message, &again).await;
                 if relayed.is_ok() {
                     count(&self.stats().connect_retry_same_ep_ok);
                 }
