@@ -149,11 +149,116 @@ fn a_request_has_one_id_on_both_sides_and_the_answer_says_why_on_request() {
     assert_eq!(answer.header("x-kvlane-route"), None);
     let answer = ask(port, &[("X-Request-Id", "mine-1"), ("x-kvlane-explain", "1")], &body);
     assert_eq!((answer.header("x-request-id"), id_at_engine(1).as_str()), (Some("mine-1"), "mine-1"));
-    assert_eq!((evidence(&answer, "tier"), evidence(&answer, "reason")), (Some("sel"), Some("mode_off")));
+    assert_eq!((evidence(&answer, "tier"), evidence(&answer, "miss")), (Some("sel"), Some("mode_off")));
     assert_eq!(evidence(&answer, "ep"), Some(engine.address.to_string().as_str()));
     // The gateway's own answers have one too.
     let refused = client::post(local(port), "/v1/completions", &json!({"model": "other", "prompt": "p"}));
     assert!(refused.header("x-request-id").is_some_and(|id| id.len() == 32));
     let json = refused.json();
     assert_eq!((refused.status, &json["error"], &json["model"]), (503, &json!("model_unavailable"), &json!("other")));
+}
+
+#[test]
+fn where_no_rank_can_be_named_as_much_hits_as_was_predicted() {
+    let ranks = Ranks::start("0.10.2");
+    let mut random = 1_u64;
+    let mut turns = [0; 6];
+    while turns.iter().min() < Some(&16) {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let conversation = (random >> 33) as usize % turns.len();
+        ask(ranks.port, &[], &completion(&turn_of(conversation, turns[conversation])));
+        turns[conversation] += 1;
+        ranks.settle();
+    }
+    let sum = |name: &str| ranks.gateway.metric_sum(name);
+    let (predicted, cached) =
+        (sum("kvlane_prediction_predicted_tokens_total"), sum("kvlane_prediction_cached_tokens_total"));
+    assert!(cached > 10_000.0 && (predicted - cached).abs() <= cached * 0.05, "{predicted} predicted, {cached} cached");
+    for engine in &ranks.engines {
+        let last = client::get(engine.address, "/debug/last").text();
+        assert!(!last.contains("data-parallel-rank"), "{last}");
+    }
+}
+
+#[test]
+fn an_engine_that_keeps_having_less_than_it_announced_is_demoted_and_named() {
+    let engines = [EngineProcess::start("--time-scale 0")];
+    let tokenizers = fleet::tokenizers();
+    let port = free_port();
+    let config =
+        fleet::rule(port, &tokenizers, &engines).replace("kvBlockSize = 16", "kvBlockSize = 16\nscrapeMetrics = true");
+    let gateway = Gateway::start(Options { config, ..Options::default() });
+    wait_for("its metrics are read", || {
+        let blocks = gateway.metric("kvlane_engine_cache_blocks", &[("ep_idx", "0")])?;
+        (blocks == 4096.0).then_some(())
+    });
+    wait_for("the model is loaded", || {
+        let status = gateway.api("/status/ready").json();
+        status["models"].as_array()?.iter().any(|model| model["state"] == "ready").then_some(())
+    });
+    let prompts: Vec<String> = (0..10).map(|number| turn_of(number, 2)).collect();
+    for prompt in prompts.iter().chain(&prompts) {
+        ask(port, &[], &completion(prompt));
+        wait_for("all blocks are announced", || {
+            (gateway.inventory(0, 0).len() == engines[0].keys().len()).then_some(())
+        });
+    }
+    let trust = || gateway.metric("kvlane_endpoint_trust_percent", &[("ep_idx", "0")]);
+    assert_eq!(trust(), Some(100.0));
+    // Probabilities of the prompt are computed anew: that is no lie.
+    for prompt in &prompts {
+        let mut body = completion(prompt);
+        body["prompt_logprobs"] = json!(1);
+        ask(port, &[], &body);
+    }
+    for fault in [json!({"fault": "silence", "value": true}), json!({"fault": "clear"})] {
+        assert_eq!(client::post(engines[0].address, "/debug/fault", &fault).status, 200);
+    }
+    for prompt in &prompts {
+        assert_eq!(cached(&ask(port, &[], &completion(prompt))), 0);
+    }
+    wait_for("it is demoted", || (trust()? < 100.0).then_some(()));
+    wait_for("it is named", || {
+        (gateway.metric("kvlane_parity_endpoint_fault", &[("leg", "usage")])? == 1.0).then_some(())
+    });
+    assert!(gateway.metric_sum("kvlane_prediction_wrong_total") >= 8.0);
+    assert!(gateway.log().contains("fewer cached tokens than predicted"));
+}
+
+#[test]
+fn a_session_stays_where_it_was_whichever_shard_it_comes_to() {
+    let engines: Vec<StubEngine> = (0..3).map(|_| StubEngine::start()).collect();
+    let port = free_port();
+    let mut config = format!(
+        "[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {port}\nprotocol = \"tcp\"\nsel = 0\n\
+         session_header_name = \"cookie:sid\"\nrouteHeader = true\n"
+    );
+    for engine in &engines {
+        config += &format!(
+            "\n[[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {}\nweight = 1\n",
+            engine.address.port()
+        );
+    }
+    let gateway = Gateway::start(Options { config, ..Options::default() });
+    let endpoint_of = |cookie: &str| {
+        let answer = ask(port, &[("Cookie", cookie)], &json!({"prompt": "p"}));
+        evidence(&answer, "ep_idx").expect("evidence was asked for").to_owned()
+    };
+    let sessions = ["a=1; sid=one", "sid=two; b=2", "sid=three"];
+    // Every connection may come to another shard.
+    let homes: Vec<String> = sessions
+        .iter()
+        .map(|cookie| {
+            wait_for("the shards agree on the session", || {
+                let first = endpoint_of(cookie);
+                (0..12).all(|_| endpoint_of(cookie) == first).then_some(first)
+            })
+        })
+        .collect();
+    for (cookie, home) in sessions.iter().zip(&homes) {
+        assert_eq!(endpoint_of(cookie), *home, "{cookie}");
+    }
+    let others: std::collections::HashSet<String> = (0..12).map(|_| endpoint_of("a=1")).collect();
+    assert_eq!(others.len(), 3, "requests without a session go round");
+    wait_for("they are counted", || (gateway.metric("loxilb_pd_sessions_active", &[])? == 3.0).then_some(()));
 }

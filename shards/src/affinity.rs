@@ -10,12 +10,12 @@
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crossbeam::queue::ArrayQueue;
-use evmap::handles::{ReadHandle, ReadHandleFactory, WriteHandle};
+use evmap::handles::{ReadHandle, WriteHandle};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::ids::{EndpointIndex, ServiceId};
@@ -31,6 +31,12 @@ const OWN_MAX: usize = 4_096;
 const RENEW_PARTS: u32 = 16;
 /// No decode endpoint, in a packed pin.
 const NO_DECODE: u16 = u16::MAX;
+
+/// Seconds on the clock of sessions, of nanoseconds on that of the process.
+#[must_use]
+pub fn seconds(now_ns: u64) -> u32 {
+    u32::try_from(now_ns / 1_000_000_000).unwrap_or(u32::MAX)
+}
 
 /// The key of a session; none where the id is empty or too long.
 #[must_use]
@@ -62,7 +68,8 @@ impl Packed {
 /// The table, as everyone but its writer knows it.
 #[derive(Debug)]
 pub struct Affinity {
-    published: ReadHandleFactory<u64, u64>,
+    /// Copied once for each shard.
+    published: Mutex<ReadHandle<u64, u64>>,
     waiting: ArrayQueue<Update>,
     /// Sessions in the table.
     sessions: AtomicU64,
@@ -88,7 +95,7 @@ impl Affinity {
         let (mut map, reader) = evmap::new();
         map.publish();
         let affinity = Arc::new(Affinity {
-            published: reader.factory(),
+            published: Mutex::new(reader),
             waiting: ArrayQueue::new(WAITING_MAX),
             sessions: AtomicU64::new(0),
             dropped: AtomicU64::new(0),
@@ -200,7 +207,7 @@ impl LocalAffinity {
     /// A shard's end.
     #[must_use]
     pub fn new(affinity: &Arc<Affinity>) -> Self {
-        let published = affinity.published.handle();
+        let published = affinity.published.lock().unwrap_or_else(PoisonError::into_inner).clone();
         LocalAffinity { affinity: Arc::clone(affinity), published, own: HashMap::new(), order: VecDeque::new() }
     }
 

@@ -27,13 +27,7 @@ pub enum NamedRank {
 
 /// The runs that count; none where all do as they are. `turn` is another number for each request.
 #[must_use]
-pub fn believed(
-    service: &Service,
-    prompt_tokens: u64,
-    runs: &[Run],
-    named: NamedRank,
-    turn: u32,
-) -> Option<Vec<Run>> {
+pub fn believed(service: &Service, prompt_tokens: u64, runs: &[Run], named: NamedRank, turn: u32) -> Option<Vec<Run>> {
     let kv = service.kv.as_ref()?;
     let demoted = service.shared.demoted.load(Ordering::Relaxed) > 0;
     if kv.ranks <= 1 && !demoted {

@@ -49,11 +49,8 @@ impl State {
     }
 
     fn after(self, compared: Compared) -> Self {
-        let bucket = if compared.is_wrong() {
-            (self.bucket + WRONG).min(BUCKET_MAX)
-        } else {
-            self.bucket.saturating_sub(1)
-        };
+        let bucket =
+            if compared.is_wrong() { (self.bucket + WRONG).min(BUCKET_MAX) } else { self.bucket.saturating_sub(1) };
         let demoted = if self.demoted { bucket > RESTORED_AT } else { bucket >= DEMOTED_AT };
         // Rounded towards the new value, so that it can be reached.
         let share = compared.share();
@@ -143,11 +140,6 @@ impl Trust {
         let State { demoted, mean, .. } = State::of(self.0.load(Ordering::Relaxed));
         if demoted { mean * 100 / ONE } else { 100 }
     }
-
-    /// Nothing is held against the endpoint any more: its engine or its inventory begins anew.
-    pub fn reset(&self) {
-        self.0.store(Trust::default().0.into_inner(), Ordering::Relaxed);
-    }
 }
 
 #[cfg(test)]
@@ -186,9 +178,9 @@ mod tests {
     #[test]
     fn what_a_demoted_endpoint_holds_counts_as_much_as_it_was_right() {
         let trust = Trust::default();
-        (0..100).for_each(|_| drop(trust.note(of(160, 80))));
+        (0..100).for_each(|_| _ = trust.note(of(160, 80)));
         assert_eq!((trust.is_demoted(), trust.percent()), (true, 50));
-        (0..100).for_each(|_| drop(trust.note(of(160, 0))));
+        (0..100).for_each(|_| _ = trust.note(of(160, 0)));
         assert_eq!(trust.percent(), 0);
     }
 
@@ -200,8 +192,5 @@ mod tests {
         }
         assert_eq!(trust.percent(), 100);
         assert_eq!(trust.note(of(0, 0)), None);
-        (0..8).for_each(|_| drop(trust.note(of(160, 0))));
-        trust.reset();
-        assert_eq!((trust.is_demoted(), trust.percent()), (false, 100));
     }
 }

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
+use crate::feedback::Trust;
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
 use crate::disagg::ladder::{Gauge, Places};
@@ -21,6 +22,7 @@ use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 use crate::prompt::Rendering;
 use crate::rates::Rates;
+use crate::route::Tier;
 use crate::usage::Statements;
 
 mod policy;
@@ -76,11 +78,32 @@ pub struct Service {
 }
 
 /// How a service's requests are carried, beside where to.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProxyOptions {
     /// Every answer says why it came from where it came (`x-kvlane-route`), not only where a client asks for it
     /// (`routeHeader`).
     pub route_header: bool,
+    /// Engines' own metrics are read (`scrapeMetrics`).
+    pub scrape: bool,
+    /// Nodes of a shard's tree of texts that were sent, at most (`pd_trie_nodes_max`); beyond it the texts that were sent
+    /// longest ago are forgotten.
+    pub trie_nodes_max: u32,
+    /// So many connects in a row that fail open the breaker (`cb_enable`; on in P/D rules); 0 = it stays closed.
+    pub breaker_failures: u32,
+    /// So many answers of status 500 or more in a row open it (`LLB_PD_ORIGIN_ERR_THRESHOLD`, in P/D rules); 0 = none do.
+    pub breaker_errors: u32,
+}
+
+impl Default for ProxyOptions {
+    fn default() -> Self {
+        ProxyOptions {
+            route_header: false,
+            scrape: false,
+            trie_nodes_max: 32_768,
+            breaker_failures: 0,
+            breaker_errors: 0,
+        }
+    }
 }
 
 /// How a rule's `path_prefix` is compared.
@@ -346,6 +369,8 @@ pub struct ServiceShared {
     pub zero_hits: ZeroHits,
     /// Disaggregated requests under way.
     pub pd_total: Arc<Gauge>,
+    /// Endpoints that are demoted; see [`Trust`].
+    pub demoted: AtomicU32,
     /// Counters, a row per shard.
     pub stats: Box<[ServiceStats]>,
 }
@@ -358,6 +383,7 @@ impl ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
             pd_total: Arc::default(),
+            demoted: AtomicU32::new(0),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
     }
@@ -474,6 +500,16 @@ pub struct ServiceStats {
     pub client_gone: AtomicU64,
     /// Requests with a prefill and a decode leg.
     pub pd: PdStats,
+    /// Decisions by [`Tier`].
+    pub tiers: [AtomicU64; Tier::ALL.len()],
+    /// Decisions of Tier 1.5 that a claim made: the endpoint will have stored the prompt's beginning soon.
+    pub claims: AtomicU64,
+    /// Nodes of the shard's tree of texts.
+    pub trie_nodes: AtomicU64,
+    /// Prompt tokens that would have hit at the best candidate and do not where the request went.
+    pub regret_tokens: AtomicU64,
+    /// Prompt tokens that some endpoint holds, candidate or not, and that do not hit where the request went.
+    pub oracle_gap_tokens: AtomicU64,
 }
 
 /// What an engine says of itself in its metrics: written by whoever scrapes them, which is also who takes back what is
@@ -521,21 +557,29 @@ pub struct EndpointShared {
     up: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
+    /// Answers of status 500 or more since the last one below 400.
+    origin_errors: AtomicU32,
+    /// The breaker is open: the endpoint is out, and stays so for longer than one that was not there for a moment.
+    tripped: AtomicBool,
+    /// Times the breaker was closed again because the endpoint answers probes.
+    pub heals: AtomicU64,
     /// Whether the engine takes a request to the rank that a header names, by its release. Written by the control core.
     conveys_rank: AtomicBool,
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
-    /// How soon its answers begin.
-    pub rates: Rates,
-    /// What its engine says of its load, as far as somebody asks.
-    pub engine: EngineLoad,
     /// Its places for requests in prefill, where they are bounded.
     pub places: Places,
+    /// What its engine says of its load, as far as somebody asks.
+    pub engine: EngineLoad,
+    /// How soon its answers begin.
+    pub rates: Rates,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
     /// What its engine says of its cache, for the ingest thread.
     pub usage: Statements,
+    /// How far predictions for it are believed.
+    pub trust: Trust,
     /// Counters, a row per shard.
     pub stats: Box<[EndpointStats]>,
 }
@@ -549,13 +593,17 @@ impl EndpointShared {
             slot,
             up: AtomicBool::new(true),
             connect_failures: AtomicU32::new(0),
+            origin_errors: AtomicU32::new(0),
+            tripped: AtomicBool::new(false),
+            heals: AtomicU64::new(0),
             conveys_rank: AtomicBool::new(false),
             kv_blocks: AtomicU64::new(0),
-            rates: Rates::default(),
-            engine: EngineLoad::default(),
             places: Places::default(),
+            engine: EngineLoad::default(),
+            rates: Rates::default(),
             predictions: Predictions::default(),
             usage: Statements::default(),
+            trust: Trust::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),
         }
     }
@@ -564,6 +612,43 @@ impl EndpointShared {
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.up.load(Ordering::Relaxed)
+    }
+
+    /// Whether the breaker is open.
+    #[must_use]
+    pub fn is_tripped(&self) -> bool {
+        self.tripped.load(Ordering::Relaxed)
+    }
+
+    /// Opens the breaker, which takes the endpoint out; true if it was closed.
+    pub fn trip(&self) -> bool {
+        let news = !self.tripped.swap(true, Ordering::Relaxed);
+        self.mark_down();
+        news
+    }
+
+    /// Closes the breaker half: one more answer of status 500 or more opens it again, one below 400 closes it.
+    pub fn half_close(&self, breaker_errors: u32) {
+        if self.tripped.swap(false, Ordering::Relaxed) {
+            self.origin_errors.store(breaker_errors.saturating_sub(1), Ordering::Relaxed);
+            self.heals.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes the status of an answer into account; true if it is one too many. A refusal (4xx) says nothing of the
+    /// endpoint.
+    pub fn answered(&self, status: u16, breaker_errors: u32) -> bool {
+        match status {
+            500.. if breaker_errors > 0 => self.origin_errors.fetch_add(1, Ordering::Relaxed) + 1 >= breaker_errors,
+            400.. => false,
+            _ => {
+                // Read first: all is well most of the time, and a line that is not written stays where it is.
+                if self.origin_errors.load(Ordering::Relaxed) != 0 {
+                    self.origin_errors.store(0, Ordering::Relaxed);
+                }
+                false
+            }
+        }
     }
 
     /// Whether a header chooses the rank that serves a request.
@@ -610,11 +695,28 @@ pub struct EndpointStats {
     pub hit_tokens: AtomicU64,
     /// Connects refused or timed out.
     pub connect_failures: AtomicU64,
+    /// Times the shard opened the breaker.
+    pub trips: AtomicU64,
+    /// Answers whose engine said what it took from its cache, and what was predicted to.
+    pub compared: AtomicU64,
+    /// Those of them that were wrong: more than one block less than predicted.
+    pub compared_wrong: AtomicU64,
+    /// Prompt tokens predicted to come from the cache, in the compared answers.
+    pub compared_predicted: AtomicU64,
+    /// Prompt tokens that came from it, in the compared answers.
+    pub compared_cached: AtomicU64,
+    /// Prompt tokens predicted to, and not come from it, in the compared answers.
+    pub compared_missing: AtomicU64,
 }
 
 /// Adds one to a counter that only this thread writes.
 pub fn count(counter: &AtomicU64) {
-    counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    add(counter, 1);
+}
+
+/// Adds to a counter that only this thread writes.
+pub fn add(counter: &AtomicU64, more: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
 }
 
 impl Tables {
@@ -641,5 +743,28 @@ impl Tables {
             });
         }
         map
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_in_a_row_open_the_breaker_and_after_it_closed_half_one_more_does() {
+        let endpoint = EndpointShared::new(EndpointIndex(0), LoadSlot(0), 1);
+        for (status, opens) in
+            [(500, false), (503, false), (200, false), (500, false), (404, false), (500, false), (502, true)]
+        {
+            assert_eq!(endpoint.answered(status, 3), opens, "{status}");
+        }
+        assert!(endpoint.trip() && !endpoint.trip() && !endpoint.is_up() && endpoint.is_tripped());
+        endpoint.half_close(3);
+        assert!(endpoint.mark_up() && !endpoint.is_tripped());
+        assert!(endpoint.answered(500, 3), "half closed");
+        assert!(!endpoint.answered(200, 3) && !endpoint.answered(500, 3), "closed");
+        assert!(!(0..10).any(|_| endpoint.answered(500, 0)), "there is none");
+        endpoint.half_close(3);
+        assert_eq!(endpoint.heals.load(Ordering::Relaxed), 1);
     }
 }

@@ -100,7 +100,8 @@ impl Trie {
 
     fn walk(&self, text: &[u64]) -> Walk {
         let mut walk = Walk { node: ROOT, inside: 0, depth: 0 };
-        while let Some(&child) = text.get(walk.depth).and_then(|next| self.nodes[walk.node as usize].children.get(next)) {
+        while let Some(&child) = text.get(walk.depth).and_then(|next| self.nodes[walk.node as usize].children.get(next))
+        {
             let label = &self.nodes[child as usize].label;
             let inside = label.iter().zip(&text[walk.depth..]).take_while(|(own, other)| own == other).count();
             walk = Walk { node: child, inside, depth: walk.depth + inside };

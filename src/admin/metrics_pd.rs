@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use prometheus_client::encoding::{EncodeMetric, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
-use shards::disagg::stats::{BUCKETS_MS, Histogram, LegOutcome, PdStats, TIERS};
+use shards::disagg::stats::{BUCKETS_MS, Histogram, LegOutcome, PdStats};
 
 use crate::supervise::{Entry, View};
 
@@ -14,7 +14,7 @@ use super::metrics::{Families, Labels};
 
 /// Writes them, for rules that have such requests.
 pub(super) fn encode(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
-    let entries: Vec<&Entry> = view.entries.iter().filter(|entry| entry.service.pd.is_some()).collect();
+    let entries: Vec<&Entry> = view.entries.iter().map(std::convert::AsRef::as_ref).filter(|entry: &&Entry| entry.service.pd.is_some()).collect();
     let Some(first) = entries.first() else { return Ok(()) };
     let legs = entries.iter().flat_map(|entry| {
         ["prefill", "decode"].into_iter().flat_map(move |phase| {
@@ -28,12 +28,6 @@ pub(super) fn encode(families: &mut Families<'_>, view: &View) -> std::fmt::Resu
         })
     });
     families.counter("loxilb_ai_pd_requests", "Legs by their outcome", legs)?;
-    let tiers = entries.iter().flat_map(|entry| {
-        TIERS.into_iter().enumerate().map(move |(place, tier)| {
-            (labels(entry, &[("tier", tier)]), sum(entry, |stats| stats.tiers[place].load(Ordering::Relaxed)))
-        })
-    });
-    families.counter("loxilb_ai_pd_tier_selected", "Prefill choices by the tier that made them", tiers)?;
     // Every service has the same series.
     for place in 0..first.shared.stats[0].pd.series().len() {
         let (name, _) = first.shared.stats[0].pd.series()[place];

@@ -9,7 +9,9 @@ use shards::service::Engine;
 
 use crate::fields::{Dialect, Fields, Node, Problem, Report, Value};
 
-use super::{EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others, pools, proxy};
+use super::{
+    EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others, pools, proxy,
+};
 
 /// The load-balancer mode in which connections are ended and requests are read.
 const FULLPROXY: i64 = 4;
@@ -77,7 +79,7 @@ pub fn check(
         pd: pools::read_disagg(fields, report, &facts, engine, defaults),
         pd_auth_key_file: fields.text_set(report, "pdAuthKeyFile").map(PathBuf::from),
         engine,
-        proxy: proxy::read(fields, report),
+        proxy: proxy::read(fields, report, engine, &facts, defaults),
         kv,
         engine_token: read_token(fields, report),
         endpoints: Vec::new(),

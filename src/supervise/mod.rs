@@ -13,6 +13,7 @@ mod parts;
 mod registry;
 mod rehearsal;
 mod resolve;
+mod scrape;
 mod silence;
 mod slots;
 mod sockets;
@@ -21,6 +22,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use shards::affinity::{Affinity, AffinityWriter, seconds};
+use shards::executor::now_ns;
 use shards::ids::ServiceId;
 use shards::load::LoadTable;
 use shards::service::Tables;
@@ -47,6 +50,9 @@ pub use sockets::BindError;
 const REQUESTS_MAX: usize = 64;
 /// How often shards are looked after and unused places freed.
 const WATCH_PERIOD: Duration = Duration::from_secs(1);
+
+/// How often the pins that shards made of sessions are shown to the others.
+const SESSIONS_PERIOD: Duration = Duration::from_millis(50);
 
 /// Why a rule was not taken in; nothing was changed.
 #[derive(Debug, thiserror::Error)]
@@ -131,6 +137,8 @@ pub struct Control {
     view: watch::Receiver<Arc<View>>,
     /// In-flight counts.
     pub loads: Arc<LoadTable>,
+    /// Where sessions were sent.
+    pub affinity: Arc<Affinity>,
     /// Event streams.
     pub ingest: IngestPart,
     /// Tokenizers.
@@ -186,6 +194,7 @@ pub struct Supervisor {
     view: watch::Sender<Arc<View>>,
     control: Control,
     models_changed: mpsc::Receiver<()>,
+    affinity_writer: AffinityWriter,
 }
 
 impl Supervisor {
@@ -195,7 +204,8 @@ impl Supervisor {
     /// A part that does not start.
     pub fn start(config: &Config, plan: &Plan) -> Result<Self, PartError> {
         let loads = Arc::new(LoadTable::new(plan.shards.len(), LOAD_SLOTS));
-        let (parts, models_changed) = Parts::start(config, plan, &loads)?;
+        let (affinity, affinity_writer) = Affinity::new();
+        let (parts, models_changed) = Parts::start(config, plan, &loads, &affinity)?;
         let (requests_in, requests) = mpsc::channel(REQUESTS_MAX);
         let (view, view_out) =
             watch::channel(Arc::new(View { entries: Vec::new(), shards: parts.shards.views(), draining: false }));
@@ -203,6 +213,7 @@ impl Supervisor {
             requests: requests_in,
             view: view_out,
             loads: Arc::clone(&loads),
+            affinity,
             ingest: parts.ingest.clone(),
             models: parts.models.clone(),
             discovery: Discovery::default(),
@@ -218,6 +229,7 @@ impl Supervisor {
             view,
             control,
             models_changed,
+            affinity_writer,
         })
     }
 
@@ -230,6 +242,8 @@ impl Supervisor {
     /// Serves until `stop` is done, then drains: nothing new is accepted, and what runs may finish.
     pub async fn run(mut self, stop: impl Future<Output = ()>) {
         let background = background::start(&self.control);
+        let mut sessions = tokio::time::interval(SESSIONS_PERIOD);
+        sessions.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut watch = tokio::time::interval(WATCH_PERIOD);
         watch.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         tokio::pin!(stop);
@@ -239,6 +253,7 @@ impl Supervisor {
                 Some(request) = self.requests.recv() => self.handle(request).await,
                 Some(()) = self.models_changed.recv() => self.models_changed().await,
                 _ = watch.tick() => self.look_after().await,
+                _ = sessions.tick() => self.affinity_writer.apply(seconds(now_ns())),
             }
         }
         drop(background);

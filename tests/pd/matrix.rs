@@ -273,7 +273,11 @@ fn matrix(kind: EngineKind) {
     let fleet = Fleet::start(&Plan {
         pairs: 2,
         engine: |options| options.pd_wait_ms = 60_000,
-        environment: vec![("LLB_PD_PREFILL_TIMEOUT_SEC", PATIENCE_SEC.to_string())],
+        environment: vec![
+            ("LLB_PD_PREFILL_TIMEOUT_SEC", PATIENCE_SEC.to_string()),
+            // Engines fail here again and again, and are to be asked all the same.
+            ("LLB_PD_ORIGIN_ERR_THRESHOLD", "0".to_owned()),
+        ],
         config: format!("stream_idle_timeout_ms = {}\n", PATIENCE_SEC * 1000),
         ..Plan::of(kind)
     });

@@ -61,9 +61,6 @@ impl LegOutcome {
     }
 }
 
-/// Tiers as the reference counts them.
-pub const TIERS: [&str; 4] = ["tier0", "tier1", "tier15", "tier2"];
-
 macro_rules! events {
     ($($(#[$doc:meta])* $field:ident => $metric:literal,)*) => {
         /// Counters of one service on one shard.
@@ -73,8 +70,6 @@ macro_rules! events {
             pub prefill: [AtomicU64; LegOutcome::ALL.len()],
             /// Decode legs by [`LegOutcome`].
             pub decode: [AtomicU64; LegOutcome::ALL.len()],
-            /// Prefill choices by tier, in the order of [`TIERS`].
-            pub tiers: [AtomicU64; TIERS.len()],
             /// Time of prefill legs that ended well.
             pub prefill_time: Histogram,
             /// Time from a decode leg's dispatch to its first byte.
@@ -93,8 +88,6 @@ macro_rules! events {
 }
 
 events! {
-    /// Requests that stayed with their session's prefill endpoint.
-    session_hits => "loxilb_ai_pd_session_hits",
     /// Prefill answers with parameters for the decode leg.
     params_found => "loxilb_ai_pd_kv_params_found",
     /// Prefill answers without: the decode leg computes the prompt again.
@@ -105,8 +98,6 @@ events! {
     admission_queued => "loxilb_pd_admission_queued",
     /// Requests refused because all queues were full (429).
     admission_overflow_shed => "loxilb_pd_admission_overflow_shed",
-    /// Legs that went to another endpoint because the first refused the connection.
-    connect_failover => "loxilb_pd_connect_failover",
     /// Legs sent again to the same endpoint because a kept connection had ended.
     connect_retry_same_ep => "loxilb_pd_connect_retry_same_ep",
     /// Those of them that were answered.

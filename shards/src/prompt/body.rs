@@ -16,8 +16,10 @@ pub struct BodyView<'a> {
     pub stream: bool,
     /// `user`, unescaped; none when it is no string.
     pub user: Option<Cow<'a, str>>,
-    /// The request names the rank that is to serve it: `routed_dp_rank` or `data_parallel_rank`.
-    pub names_rank: bool,
+    /// The rank that is to serve the request, as it stands: `routed_dp_rank` or `data_parallel_rank`.
+    pub rank: Option<&'a str>,
+    /// What it asks for of probabilities.
+    logprobs: Logprobs,
     /// All of it.
     pub(super) body: &'a [u8],
     pub(super) prompt: Option<&'a str>,
@@ -59,6 +61,19 @@ pub struct BodyView<'a> {
     pub(super) unkeyable: Option<&'static str>,
 }
 
+/// Members that ask for probabilities of tokens.
+#[derive(Clone, Copy, Debug, Default)]
+struct Logprobs {
+    /// `prompt_logprobs` or `prompt_logprob_token_ids`.
+    of_prompt: bool,
+    echo: bool,
+    /// `logprobs`.
+    of_answer: bool,
+    /// SGLang's `return_logprob`, and `logprob_start_len` of 0 or more.
+    returned: bool,
+    from_start: bool,
+}
+
 impl<'a> BodyView<'a> {
     /// Reads the members without copying the body; none when it is no JSON object in UTF-8.
     #[must_use]
@@ -72,6 +87,14 @@ impl<'a> BodyView<'a> {
     #[must_use]
     pub fn is_salted(&self) -> bool {
         self.cache_salt.is_some()
+    }
+
+    /// Whether the engine looks up nothing of the prompt in its cache, because probabilities of the prompt's own tokens
+    /// are asked for.
+    #[must_use]
+    pub fn skips_cache(&self) -> bool {
+        let Logprobs { of_prompt, echo, of_answer, returned, from_start } = self.logprobs;
+        of_prompt || (echo && of_answer) || (returned && from_start)
     }
 
     /// The members that decide over a prompt's text or keys beside the prompt itself, in a fixed order.
@@ -93,7 +116,8 @@ impl<'a> BodyView<'a> {
             model: _,
             stream: _,
             user: _,
-            names_rank: _,
+            rank: _,
+            logprobs: _,
             body: _,
             prompt: _,
             messages: _,
@@ -143,7 +167,13 @@ impl<'a> BodyView<'a> {
                 let short = present.filter(|raw| raw.len() <= USER_BYTES_MAX);
                 self.user = short.and_then(|raw| json::string(raw).ok());
             }
-            "routed_dp_rank" | "data_parallel_rank" => self.names_rank = present.is_some(),
+            "routed_dp_rank" | "data_parallel_rank" => self.rank = present,
+            "prompt_logprobs" => self.logprobs.of_prompt |= present.is_some(),
+            "prompt_logprob_token_ids" => self.logprobs.of_prompt |= present.is_some(),
+            "echo" => self.logprobs.echo = raw == "true",
+            "logprobs" => self.logprobs.of_answer = present.is_some_and(|raw| raw != "false"),
+            "return_logprob" => self.logprobs.returned = raw == "true",
+            "logprob_start_len" => self.logprobs.from_start = present.is_some_and(|raw| !raw.starts_with('-')),
             "prompt" => self.prompt = present,
             "messages" => self.messages = present,
             "tools" => self.tools = present,
@@ -261,6 +291,12 @@ fn is_read(name: &str) -> bool {
         "user",
         "routed_dp_rank",
         "data_parallel_rank",
+        "prompt_logprobs",
+        "prompt_logprob_token_ids",
+        "echo",
+        "logprobs",
+        "return_logprob",
+        "logprob_start_len",
         "prompt",
         "messages",
         "tools",
@@ -319,11 +355,28 @@ mod tests {
         let view = BodyView::parse(body).unwrap();
         assert_eq!(view.model.as_deref(), Some("a/b"));
         assert!(view.stream);
-        assert_eq!((view.user.as_deref(), view.names_rank), (Some("ab"), true));
+        assert_eq!((view.user.as_deref(), view.rank), (Some("ab"), Some("3")));
         assert_eq!(view.prompt, Some("[1, 2]"), "the last of two counts");
         assert_eq!(view.tools, None);
         assert_eq!(flag(view.add_special_tokens, true), Some(false));
         assert_eq!(view.unkeyable, None);
+    }
+
+    #[test]
+    fn what_asks_for_probabilities_of_the_prompt_skips_the_cache() {
+        for (members, skips) in [
+            (r#""prompt_logprobs": 0"#, true),
+            (r#""prompt_logprobs": null, "logprobs": true"#, false),
+            (r#""echo": true, "logprobs": 1"#, true),
+            (r#""echo": true, "logprobs": null"#, false),
+            (r#""echo": false, "logprobs": 1"#, false),
+            (r#""return_logprob": true, "logprob_start_len": 0"#, true),
+            (r#""return_logprob": true, "logprob_start_len": -1"#, false),
+            (r#""return_logprob": true"#, false),
+        ] {
+            let body = format!(r#"{{"prompt": "p", {members}}}"#);
+            assert_eq!(BodyView::parse(body.as_bytes()).unwrap().skips_cache(), skips, "{members}");
+        }
     }
 
     #[test]

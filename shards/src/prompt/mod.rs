@@ -3,6 +3,7 @@
 //! **Invariant.** Either the keys are those of the engine's own tokens, or the request is routed without keys, with a
 //! [`MissReason`](crate::service::MissReason). What the gateway cannot know it does not guess.
 
+mod beginning;
 mod body;
 mod chat;
 mod chat_sglang;

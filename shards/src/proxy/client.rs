@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::task::Poll;
@@ -74,6 +75,8 @@ pub struct Client {
     pub writer: OwnedWriteHalf<TcpStream>,
     /// Of the stream whose halves are above: open as long as they are.
     descriptor: RawFd,
+    /// Where it comes from, if the kernel still knew.
+    address: Option<IpAddr>,
     place: Place,
     /// The other leg of the request, while it is under way.
     companion: Option<Companion>,
@@ -90,8 +93,15 @@ impl Client {
     #[must_use]
     pub fn new(stream: TcpStream, place: Place) -> Self {
         let descriptor = stream.as_raw_fd();
+        let address = stream.peer_addr().ok().map(|peer| peer.ip());
         let (read, writer) = stream.into_split();
-        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, place, companion: None }
+        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, address, place, companion: None }
+    }
+
+    /// Where the client comes from.
+    #[must_use]
+    pub fn address(&self) -> Option<IpAddr> {
+        self.address
     }
 
     /// Has something go on beside whatever the connection waits for; nothing, to give up what does.

@@ -6,13 +6,18 @@
 //! | name | value |
 //! |---|---|
 //! | `rule` | number of the rule |
-//! | `tier` | which stage decided: `tier0` session, `tier1` text trie, `tier15` KV-exact, `sel` the rule's own selection, `tier2` least load, `rescue` any healthy endpoint |
+//! | `tier` | which stage decided: `tier0` session, `tier1` text tree, `tier15` KV-exact, `claim` what is being stored, `sel` the rule's own selection, `tier2` least load, `rescue` any healthy endpoint |
+//! | `reason` | which step of it: `overlap`, `blend`, `relief`, `seed`, `claim`, `session`, `trie`, a `sel` by its name, `least_load`, `rescue` |
 //! | `ep_idx`, `ep` | the endpoint: its place in the rule, its address |
 //! | `rank` | the rank that the engine was told to use |
-//! | `blocks` | matched/possible: blocks predicted to come from the endpoint's cache, and those of the prompt that can at most |
+//! | `blocks` | matched/possible: blocks of the rule's size predicted to come from the endpoint's cache, and those of the prompt |
 //! | `tokens` | predicted to come from the cache/in the prompt |
-//! | `load` | requests in flight at the endpoint before this one |
-//! | `reason` | `overlap`; `spill` or `seed` with `from`, the `ep_idx` of the winner passed over; else why Tier 1.5 did not decide |
+//! | `claimed` | tokens beyond them that the endpoint will have stored soon |
+//! | `load` | requests in flight at the endpoint before this one/at all candidates |
+//! | `cap` | requests from which on the winner was too busy |
+//! | `cost` | what the choice costs, in the blend's unit |
+//! | `from` | `ep_idx` of the winner that blend, relief or seed passed over |
+//! | `miss` | why Tier 1.5 did not decide |
 //! | `tried` | endpoints that refused the request before |
 
 use std::fmt::Write;
@@ -26,19 +31,13 @@ use super::score::Score;
 /// The header's name.
 pub const HEADER: &str = "x-kvlane-route";
 
-/// The header's value. `rank` is what the engine is told, `load` is that of the endpoint before this request.
+/// The header's value. `rank` is what the engine is told.
 #[must_use]
-pub fn text(
-    service: &Service,
-    score: &Score,
-    decision: &Decision,
-    rank: Option<Rank>,
-    load: u32,
-    tried: usize,
-) -> String {
+pub fn text(service: &Service, score: &Score, decision: &Decision, rank: Option<Rank>, tried: usize) -> String {
     let endpoint = &service.endpoints[decision.endpoint.index()];
-    let (rule, tier, index) = (service.id.0, tier_name(decision.tier), decision.endpoint.0);
-    let mut text = format!("rule={rule}; tier={tier}; ep_idx={index}; ep={}", endpoint.address);
+    let (rule, tier, reason) = (service.id.0, tier_name(decision.tier), decision.reason.name());
+    let index = decision.endpoint.0;
+    let mut text = format!("rule={rule}; tier={tier}; reason={reason}; ep_idx={index}; ep={}", endpoint.address);
     let mut put = |part: std::fmt::Arguments<'_>| {
         // Writing to a text does not fail.
         let _written = write!(text, "; {part}");
@@ -47,16 +46,26 @@ pub fn text(
         put(format_args!("rank={rank}"));
     }
     if let (Some(kv), Score::Runs { prompt_tokens, .. }) = (&service.kv, score) {
-        let possible = prompt_tokens.saturating_sub(1) / u64::from(kv.block_tokens.max(1));
-        put(format_args!("blocks={}/{possible}", decision.hit_blocks));
+        // A mean over ranks has parts of blocks, and engines may have blocks of another size.
+        let matched = decision.hit_tokens / u64::from(kv.block_tokens.max(1));
+        put(format_args!("blocks={matched}/{}", decision.possible_blocks));
         put(format_args!("tokens={}/{prompt_tokens}", decision.hit_tokens));
     }
-    put(format_args!("load={load}"));
-    match (decision.seeded_from, decision.spilled_from, decision.miss) {
-        (Some(from), _, _) => put(format_args!("reason=seed; from={}", from.0)),
-        (None, Some(from), _) => put(format_args!("reason=spill; from={}", from.0)),
-        (None, None, Some(miss)) => put(format_args!("reason={}", miss.name())),
-        (None, None, None) => put(format_args!("reason=overlap")),
+    let terms = &decision.terms;
+    if decision.claimed_tokens > 0 {
+        put(format_args!("claimed={}", decision.claimed_tokens));
+    }
+    put(format_args!("load={}/{}", terms.load, terms.total));
+    for (name, value) in [("cap", terms.cap), ("cost", terms.cost)] {
+        if value > 0 {
+            put(format_args!("{name}={value}"));
+        }
+    }
+    if let Some(from) = decision.seeded_from.or(decision.spilled_from) {
+        put(format_args!("from={}", from.0));
+    }
+    if let Some(miss) = decision.miss {
+        put(format_args!("miss={}", miss.name()));
     }
     if tried > 0 {
         put(format_args!("tried={tried}"));
@@ -65,11 +74,12 @@ pub fn text(
 }
 
 /// As metrics call it.
-fn tier_name(tier: Tier) -> &'static str {
+#[must_use]
+pub fn tier_name(tier: Tier) -> &'static str {
     match tier {
-        Tier::KvExact => "tier15",
         Tier::Session => "tier0",
         Tier::Trie => "tier1",
+        Tier::KvExact => "tier15",
         Tier::Claim => "claim",
         Tier::Select => "sel",
         Tier::LeastLoad => "tier2",

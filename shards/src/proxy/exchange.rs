@@ -1,5 +1,7 @@
 //! One request and its answer: which service, which endpoint, and what is done when an endpoint fails.
 
+mod outcome;
+
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
@@ -9,6 +11,7 @@ use super::Proxy;
 use super::answer::{BROKEN_EVENTS, Refusal};
 use super::client::{Client, Request, is_ours};
 use super::evidence;
+use super::known::Known;
 use super::legs::Errand;
 use super::models;
 use super::outgoing::{ID_HEADER, Outgoing, announce_length, id_of, push_line};
@@ -17,12 +20,12 @@ use super::routes::{LocalService, Pick, RequestView, Routes};
 use super::score::{self, Score};
 use super::upstream::{Pool, Upstream};
 use super::watch::Interrupt;
-use crate::ids::{EndpointIndex, Rank};
+use crate::belief::{self, NamedRank};
+use crate::ids::{EndpointIndex, Rank, ShardId};
 use crate::load::Reservation;
-use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
-use crate::route::{self, Chooser, Decision, Facts, Tier};
+use crate::route::{self, Chooser, Decision, Evidence, Pin};
 use crate::service::{Endpoint, Service, count};
 use crate::usage::Tail;
 
@@ -38,9 +41,6 @@ pub(super) const RANK_HEADER: &str = "x-data-parallel-rank";
 
 /// Bytes of a request's body per token of its prompt, where nobody has counted.
 const BYTES_PER_TOKEN: u64 = 4;
-
-/// Bytes of a body that are searched for a system message and tools, for a diagnosis.
-const PARTS_SOUGHT: usize = 16 * 1024;
 
 /// What becomes of the client connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,43 +89,29 @@ async fn serve(
     routes: &Routes,
     local: &LocalService,
 ) -> Next {
-    let stats = local.service.shared.stats_of(proxy.id);
     let view = RequestView::new(&request.head, &request.bytes);
     let score = match client.guard(None, score::score(proxy, local, &routes.models, &view)).await {
         Ok(score) => score,
-        Err(interrupt) => {
-            if interrupt == Interrupt::ClientGone {
-                count(&stats.client_gone);
-            }
-            return Next::Close;
-        }
+        Err(interrupt) => return left(local, proxy, interrupt),
     };
     let resendable = is_resendable(&view);
     let api = Api::of(view.method(), view.path());
-    let names_rank = view.names_rank();
+    let known = Known::of(proxy, &local.service, &view, client.address());
+    let known = match client.guard(None, known).await {
+        Ok(known) => known,
+        Err(interrupt) => return left(local, proxy, interrupt),
+    };
+    let (named_rank, skips_cache) = (view.named_rank(), view.skips_cache());
     let stream = local.service.pd.is_some() && view.body().is_some_and(|body| body.stream);
-    if let Some(pd) = &local.service.pd {
-        let errand = Errand {
-            proxy,
-            local,
-            pd,
-            request: &request,
-            api,
-            stream,
-            names_rank,
-            score: &score,
-            facts: Facts::of(score.evidence()),
-        };
-        let carried = errand.carry(client).await;
-        return end(proxy, local, client, request, carried.map(|carried| carried.next)).await;
-    }
     announce_length(&mut request);
     let mut attempt = Attempt {
         proxy,
         local,
         request,
         api,
-        names_rank,
+        known,
+        named_rank,
+        skips_cache,
         evidence: None,
         sends: 0,
         resendable,
@@ -133,7 +119,10 @@ async fn serve(
         status: 0,
         tail: None,
     };
-    let outcome = attempt.run(client, &score).await;
+    let outcome = match &local.service.pd {
+        Some(pd) => Errand { attempt: &attempt, pd, score: &score, stream }.carry(client).await,
+        None => attempt.run(client, &score).await,
+    };
     let request = attempt.request;
     end(proxy, local, client, request, outcome).await
 }
@@ -163,6 +152,14 @@ async fn end(
     }
 }
 
+/// A client left, or was cut, before its request was sent.
+fn left(local: &LocalService, proxy: &Proxy, interrupt: Interrupt) -> Next {
+    if interrupt == Interrupt::ClientGone {
+        count(&local.service.shared.stats_of(proxy.id).client_gone);
+    }
+    Next::Close
+}
+
 async fn refuse(proxy: &Proxy, client: &mut Client, request: &Request, refusal: &Refusal) -> Next {
     let keep_alive = request.head.keep_alive && !proxy.draining.get();
     let mut lines = Vec::new();
@@ -188,14 +185,6 @@ pub(super) enum Failure {
     Refuse(Refusal),
     /// The client's connection is closed: it left, or its answer broke.
     Close,
-}
-
-/// The rank that the endpoint is told to serve the request with: where it has several and follows the header, and the
-/// client does not choose one itself.
-pub(super) fn conveyed_rank(service: &Service, decision: &Decision, names_rank: bool) -> Option<Rank> {
-    let several = service.kv.as_ref().is_some_and(|kv| kv.ranks > 1);
-    let follows = several && service.endpoints[decision.endpoint.index()].shared.conveys_rank();
-    decision.rank.filter(|_| follows && !names_rank)
 }
 
 /// Why no connection was tried to its end.
@@ -228,11 +217,26 @@ pub(super) async fn open(
     endpoint.shared.connect_failures.fetch_add(1, Ordering::Relaxed);
     count(&endpoint.shared.stats_of(proxy.id).connect_failures);
     count(&local.service.shared.stats_of(proxy.id).connect_failovers);
+    let breaker = local.service.proxy.breaker_failures;
+    if breaker > 0 && endpoint.shared.connect_failures.load(Ordering::Relaxed) >= breaker {
+        trip(proxy.id, &local.service, endpoint, "so many connects in a row failed");
+    }
     if endpoint.shared.mark_down() {
         tracing::warn!(%error, endpoint = %endpoint.address, rule = local.service.id.0,
             "endpoint refused a connection and is out until a probe finds it again");
     }
     Ok(None)
+}
+
+/// Why a breaker opens that counts answers.
+pub(super) const ERRORS_IN_A_ROW: &str = "so many answers in a row were errors of its own";
+
+/// Opens an endpoint's breaker.
+pub(super) fn trip(shard: ShardId, service: &Service, endpoint: &Endpoint, why: &str) {
+    if endpoint.shared.trip() {
+        count(&endpoint.shared.stats_of(shard).trips);
+        tracing::warn!(endpoint = %endpoint.address, rule = service.id.0, "breaker open: {why}");
+    }
 }
 
 /// What a request counts for at the endpoint that it is sent to.
@@ -257,14 +261,18 @@ impl Sent<'_> {
 }
 
 /// A request on its way to an endpoint that answers it.
-struct Attempt<'a> {
-    proxy: &'a Proxy,
-    local: &'a LocalService,
-    request: Request,
+pub(super) struct Attempt<'a> {
+    pub(super) proxy: &'a Proxy,
+    pub(super) local: &'a LocalService,
+    pub(super) request: Request,
     /// What the request asks for, where it has a prompt.
-    api: Option<Api>,
-    /// The client itself says which rank is to serve it.
-    names_rank: bool,
+    pub(super) api: Option<Api>,
+    /// What is known of it beside its prompt's blocks.
+    pub(super) known: Known,
+    /// What the client says of the rank that is to serve it.
+    pub(super) named_rank: NamedRank,
+    /// The engine looks up nothing of the prompt in its cache.
+    pub(super) skips_cache: bool,
     /// Why the request goes where it goes, where somebody wants to know.
     evidence: Option<String>,
     /// Times the request was sent.
@@ -289,8 +297,7 @@ impl Attempt<'_> {
             let pool = &self.local.pools[decision.endpoint.index()];
             let rank = self.conveyed_rank(&decision);
             if self.local.service.proxy.route_header || self.request.head.explain {
-                let load = self.proxy.loads.seen_by(self.proxy.id, endpoint.shared.slot).requests();
-                self.evidence = Some(evidence::text(&self.local.service, score, &decision, rank, load, tried.len()));
+                self.evidence = Some(evidence::text(&self.local.service, score, &decision, rank, tried.len()));
             }
             // Before anything is awaited: the next decision must see this one.
             let uncached = self.uncached_tokens(score, &decision);
@@ -301,6 +308,7 @@ impl Attempt<'_> {
             };
             if connected.is_some() {
                 self.count_decision(score, &decision);
+                self.known.sent(self.proxy, self.local, Pin { prefill: decision.endpoint, decode: None });
             }
             while let Some(upstream) = connected.take() {
                 let reused = upstream.reused;
@@ -331,11 +339,24 @@ impl Attempt<'_> {
         }
     }
 
-    fn decide(&self, score: &Score, tried: &[EndpointIndex]) -> Option<Decision> {
+    pub(super) fn decide(&self, score: &Score, tried: &[EndpointIndex]) -> Option<Decision> {
         // Nothing is awaited while it is borrowed.
         let mut turn = self.local.turn.borrow_mut();
         let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
-        let facts = Facts { tried, ..Facts::of(score.evidence()) };
+        let turn = self.proxy.turns.get();
+        self.proxy.turns.set(turn.wrapping_add(1));
+        let evidence = score.evidence();
+        let believed = match evidence {
+            Evidence::Scored { prompt_tokens, runs } => {
+                belief::believed(&self.local.service, prompt_tokens, runs, self.named_rank, turn)
+            }
+            Evidence::None(_) => None,
+        };
+        let evidence = match (evidence, &believed) {
+            (Evidence::Scored { prompt_tokens, .. }, Some(runs)) => Evidence::Scored { prompt_tokens, runs },
+            (evidence, _) => evidence,
+        };
+        let facts = self.known.facts(self.proxy, self.local, evidence, tried);
         route::decide(&self.local.service, &facts, &mut chooser)
     }
 
@@ -392,6 +413,9 @@ impl Attempt<'_> {
         }
         self.began = true;
         self.status = begun.head.status;
+        if endpoint.shared.answered(self.status, self.local.service.proxy.breaker_errors) {
+            trip(proxy.id, &self.local.service, endpoint, ERRORS_IN_A_ROW);
+        }
         let stats = self.local.service.shared.stats_of(proxy.id);
         count(&stats.responses[usize::from(begun.head.status / 100).min(5)]);
         let head = &self.request.head;
@@ -405,7 +429,7 @@ impl Attempt<'_> {
             added.extend_from_slice(CLOSE_LINE);
         }
         let terms = Terms { added: &added, is_http10: head.is_http10, broken: BROKEN_EVENTS, wants_done: false };
-        self.tail = (self.api.is_some() && endpoint.shared.usage.look()).then(Tail::default);
+        self.tail = self.wants_usage(endpoint).then(Tail::default);
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
         let teaches = self.api.is_some() && begun.head.status == 200 && begun.head.event_stream;
@@ -418,8 +442,11 @@ impl Attempt<'_> {
     }
 
     /// See [`conveyed_rank`].
-    fn conveyed_rank(&self, decision: &Decision) -> Option<Rank> {
-        conveyed_rank(&self.local.service, decision, self.names_rank)
+    pub(super) fn conveyed_rank(&self, decision: &Decision) -> Option<Rank> {
+        let service = &self.local.service;
+        let several = service.kv.as_ref().is_some_and(|kv| kv.ranks > 1);
+        let follows = several && service.endpoints[decision.endpoint.index()].shared.conveys_rank();
+        decision.rank.filter(|_| follows && self.named_rank == NamedRank::No)
     }
 
     /// Lines of the gateway's own in the head that the endpoint gets.
@@ -453,7 +480,7 @@ impl Attempt<'_> {
 
     /// Tokens of the prompt that the endpoint will have to compute: where the prompt is not known, as many as its bytes
     /// usually are.
-    fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
+    pub(super) fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
         match score {
             Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
             _ if self.api.is_some() => {
@@ -461,40 +488,6 @@ impl Attempt<'_> {
                 body as u64 / BYTES_PER_TOKEN
             }
             _ => 0,
-        }
-    }
-
-    /// Says what the endpoint that has answered must hold now, for parity by use.
-    fn predict(&self, score: &Score, endpoint: EndpointIndex, rank: Option<Rank>) {
-        let Some(reader) = &self.local.reader else { return };
-        let predictions = &self.local.service.endpoints[endpoint.index()].shared.predictions;
-        if !predictions.wanted() {
-            return;
-        }
-        let body = &self.request.bytes[self.request.head.len..];
-        let begins = &body[..body.len().min(PARTS_SOUGHT)];
-        let has = |part: &str| begins.windows(part.len()).any(|at| at == part.as_bytes());
-        let kind = match self.api {
-            Some(Api::ChatCompletions) if has("\"tools\"") || has("\"system\"") => PromptKind::ChatWithParts,
-            Some(Api::ChatCompletions) => PromptKind::Chat,
-            _ => PromptKind::Completion,
-        };
-        if let Some(prediction) = score.predict(reader, endpoint, rank, kind) {
-            predictions.offer(prediction);
-        }
-    }
-
-    /// Says what the answer's `usage` proves or denies of the endpoint's blocks.
-    fn compare_usage(&self, score: &Score, endpoint: EndpointIndex, rank: Option<Rank>) {
-        let Some(usage) = self.tail.as_ref().and_then(Tail::usage) else { return };
-        let statements = &self.local.service.endpoints[endpoint.index()].shared.usage;
-        if usage.cached_tokens.is_some() {
-            statements.set_tells();
-        }
-        if statements.wanted()
-            && let Some(statement) = score.compare(self.local, endpoint, rank, usage)
-        {
-            statements.offer(statement);
         }
     }
 
@@ -516,39 +509,5 @@ impl Attempt<'_> {
             Fault::FirstByteTimeout => return Failure::Refuse(Refusal::FirstByteTimeout),
         }
         Failure::Close
-    }
-
-    fn count_decision(&self, score: &Score, decision: &Decision) {
-        let service = &self.local.service;
-        let Some(kv) = &service.kv else { return };
-        if matches!(score, Score::NotAsked) {
-            return;
-        }
-        let knows_blocks = || service.endpoints.iter().any(|e| e.shared.kv_blocks.load(Ordering::Relaxed) > 0);
-        if let Some((first, hit)) = score.first_block()
-            && service.shared.zero_hits.note(first, hit, kv.zero_hit_every, knows_blocks)
-        {
-            tracing::warn!(
-                rule = service.id.0,
-                prompts = kv.zero_hit_every,
-                "so many prompts that were sent before hit no cache: see /netlox/v1/config/ai/kv/parity"
-            );
-        }
-        let shard = self.proxy.id;
-        if let Some(reason) = decision.miss {
-            count(&service.shared.stats_of(shard).misses[reason as usize]);
-        }
-        if decision.tier == Tier::KvExact {
-            let stats = service.endpoints[decision.endpoint.index()].shared.stats_of(shard);
-            count(&stats.hits);
-            let tokens = stats.hit_tokens.load(Ordering::Relaxed) + decision.hit_tokens;
-            stats.hit_tokens.store(tokens, Ordering::Relaxed);
-            if decision.spilled_from.is_some() {
-                count(&stats.spills);
-            }
-            if decision.seeded_from.is_some() {
-                count(&stats.cold_seeds);
-            }
-        }
     }
 }

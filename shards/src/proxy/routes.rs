@@ -6,13 +6,16 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use super::known::{LocalTrie, is_cache_aware};
 use super::models::ModelsCache;
 use super::upstream::{Pool, Pools};
+use crate::belief::NamedRank;
 use crate::disagg::ladder::Queues;
 use crate::executor::Ticket;
 use crate::http::RequestHead;
-use crate::ids::{ServiceId, ShardId};
+use crate::ids::{Rank, ServiceId, ShardId};
 use crate::inventory::Reader;
 use crate::prompt::{BodyScan, BodyView, ModelTable};
 use crate::route::Turn;
@@ -30,6 +33,8 @@ pub struct LocalService {
     pub pools: Vec<Rc<Pool>>,
     /// Who waits for which prefill endpoint on this shard, kept over updates.
     pub queues: Rc<Queues>,
+    /// Where texts were sent on this shard, where the service asks for it; kept over updates.
+    pub trie: Option<Rc<LocalTrie>>,
     /// The union of the endpoints' model lists, for a moment.
     pub models: ModelsCache,
 }
@@ -84,11 +89,31 @@ impl<'a> RequestView<'a> {
         self.body.get_or_init(|| BodyView::parse(self.body_bytes())).as_ref()
     }
 
-    /// Whether the client itself says which rank is to serve it. A body that nothing has asked for is not looked into.
+    /// The body's members, if something has asked for them before.
+    fn body_seen(&self) -> Option<&BodyView<'a>> {
+        self.body.get()?.as_ref()
+    }
+
+    /// What the client says of the rank that is to serve it. A body that nothing has asked for is not looked into.
     #[must_use]
-    pub fn names_rank(&self) -> bool {
-        let by_body = || self.body.get().is_some_and(|body| body.as_ref().is_some_and(|body| body.names_rank));
-        self.head.rank.is_some() || by_body()
+    pub fn named_rank(&self) -> NamedRank {
+        let in_header = self.head.rank.map(|span| self.text(span).trim());
+        match in_header.or_else(|| self.body_seen()?.rank) {
+            None => NamedRank::No,
+            Some(rank) => NamedRank::Yes(rank.parse().ok().map(Rank)),
+        }
+    }
+
+    /// The body's `user`, if something has looked into the body before.
+    #[must_use]
+    pub fn user(&self) -> Option<&str> {
+        self.body_seen()?.user.as_deref()
+    }
+
+    /// Whether the engine looks up nothing of the prompt in its cache, as far as the body has been looked into.
+    #[must_use]
+    pub fn skips_cache(&self) -> bool {
+        self.body_seen().is_some_and(BodyView::skips_cache)
     }
 
     /// Looks through the body in slices that give way, so that [`RequestView::body`] has it at hand afterwards.
@@ -154,7 +179,10 @@ impl Routes {
             before.services().map(|local| (local.service.id, &local.turn)).collect();
         let queues: HashMap<ServiceId, &Rc<Queues>> =
             before.services().map(|local| (local.service.id, &local.queues)).collect();
+        let tries: HashMap<ServiceId, &Rc<LocalTrie>> =
+            before.services().filter_map(|local| Some((local.service.id, local.trie.as_ref()?))).collect();
         let local = |service: Arc<Service>| {
+            let known = tries.get(&service.id).filter(|_| is_cache_aware(&service));
             let waiting = queues.get(&service.id).map(|queues| Rc::clone(queues));
             let turn = turns.get(&service.id).map(|turn| Rc::clone(turn));
             Rc::new(LocalService {
@@ -162,6 +190,7 @@ impl Routes {
                 reader: service.kv.as_ref().map(|kv| kv.inventory.reader()),
                 pools: service.endpoints.iter().map(|endpoint| pools.of(endpoint.address)).collect(),
                 queues: waiting.unwrap_or_default(),
+                trie: known.map(|trie| Rc::clone(trie)).or_else(|| LocalTrie::of(&service)),
                 models: ModelsCache::default(),
                 service,
             })
@@ -176,6 +205,17 @@ impl Routes {
     /// All services.
     pub fn services(&self) -> impl Iterator<Item = &Rc<LocalService>> {
         self.by_address.values().flatten()
+    }
+
+    /// What must be done now and then: trees forget what was sent to endpoints that are down, and show their size.
+    pub fn look_after(&self, shard: ShardId) {
+        for local in self.services() {
+            if let Some(trie) = &local.trie {
+                trie.look_after(&local.service);
+                let nodes = trie.borrow().nodes() as u64;
+                local.service.shared.stats_of(shard).trie_nodes.store(nodes, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Whether choosing the service of a request that came in at `listen` hangs on its body.
@@ -264,7 +304,6 @@ fn path_matches(wanted: Option<&PathMatch>, path: &str) -> bool {
 mod tests {
     use super::*;
     use crate::http::request::{HeadLimits, parse};
-    use crate::service::{Engine, ProxyOptions, Select, ServiceShared};
 
     #[test]
     fn a_host_is_compared_without_its_port() {
@@ -280,18 +319,10 @@ mod tests {
         let text = |text: &Option<&str>| text.map(str::to_owned);
         let service = |(id, (host, path, model)): (usize, &(Option<&str>, Option<&str>, Option<&str>))| {
             Arc::new(Service {
-                id: ServiceId(id as u32),
-                name: String::new(),
-                listen,
                 host: text(host),
                 path: text(path).map(PathMatch::Prefix),
                 model: text(model),
-                select: Select::RoundRobin,
-                engine: Engine::Vllm,
-                proxy: ProxyOptions::default(),
-                kv: None,
-                endpoints: Vec::new(),
-                shared: Arc::new(ServiceShared::new(1)),
+                ..Service::plain(ServiceId(id as u32), listen, Vec::new(), 1)
             })
         };
         let services = rules.iter().enumerate().map(service).collect();

@@ -5,9 +5,11 @@ use std::cell::RefCell;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
+use crate::belief::NamedRank;
 use crate::block::Contract;
 use crate::block::vllm::Tagging;
 use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
+use crate::feedback::Compared;
 use crate::ids::{BlockKey, EndpointIndex, Rank};
 use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
@@ -108,6 +110,37 @@ impl Score {
         let block_tokens = at.block_tokens.map_or(kv.block_tokens, NonZeroU32::get);
         let tells = local.service.endpoints[endpoint.index()].shared.usage.tells();
         Statement::new(at.keys, at.held, block_tokens, usage, tells)
+    }
+
+    /// What was predicted of an answer whose engine took `cached` tokens of the prompt's from its cache: of the rank that
+    /// served it, or, where nobody knows which one did, of the mean of them. None where nothing is known.
+    #[must_use]
+    pub fn compared(
+        &self,
+        local: &LocalService,
+        endpoint: EndpointIndex,
+        rank: Option<Rank>,
+        named: NamedRank,
+        prompt_tokens: u64,
+        cached: u64,
+    ) -> Option<Compared> {
+        let (kv, reader) = (local.service.kv.as_ref()?, local.reader.as_ref()?);
+        let Score::Runs { runs, .. } = self else { return None };
+        let named = match (rank, named) {
+            (Some(rank), _) | (None, NamedRank::Yes(Some(rank))) => Some(rank),
+            _ => None,
+        };
+        let at = self.at(reader, endpoint, named)?;
+        let block = u64::from(at.block_tokens.map_or(kv.block_tokens, NonZeroU32::get)).max(1);
+        let usable = |held: u32| u64::from(held).min(prompt_tokens.saturating_sub(1) / block) * block;
+        let predicted = match named {
+            None if kv.ranks > 1 => {
+                let in_device = runs.iter().filter(|run| run.endpoint == endpoint && run.medium == Medium::Device);
+                in_device.map(|run| usable(run.blocks)).sum::<u64>() / u64::from(kv.ranks)
+            }
+            _ => usable(at.held),
+        };
+        Some(Compared { predicted, cached, block_tokens: block })
     }
 
     /// The prompt in the keys of an endpoint, with what the rank, or the best of them, holds.

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 
 use super::Chooser;
 use crate::ids::{EndpointIndex, ShardId};
+use crate::load::{Load, LoadSlot, LoadTable};
 use crate::service::{Role, Service};
 
 /// Most blocks that an engine's cache counts as; more would only be a lie, or beyond what multiplies without overflow.
@@ -142,7 +143,8 @@ impl Rows {
                 continue;
             }
             let shared = &*endpoint.shared;
-            let load = loads.of(shared.slot);
+            let in_flight = loads.of(shared.slot);
+            let load = in_flight.requests();
             let capacity = shared.engine.blocks().map_or(0, |blocks| blocks.min(CAPACITY_MAX));
             self.load.push(load);
             self.capacity.push(capacity);
@@ -192,7 +194,7 @@ pub(super) fn cap(factor: u32, total: u64, own: u64, sum: u64) -> u64 {
 /// The load table as one shard reads it.
 pub(super) struct Loads<'a> {
     shard: ShardId,
-    table: &'a crate::load::LoadTable,
+    table: &'a LoadTable,
 }
 
 impl<'a> Loads<'a> {
@@ -200,7 +202,7 @@ impl<'a> Loads<'a> {
         Loads { shard: chooser.shard, table: chooser.loads }
     }
 
-    fn of(&self, slot: crate::load::LoadSlot) -> u32 {
-        self.table.seen_by(self.shard, slot).requests()
+    fn of(&self, slot: LoadSlot) -> Load {
+        self.table.seen_by(self.shard, slot)
     }
 }

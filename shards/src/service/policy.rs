@@ -183,6 +183,22 @@ pub struct Disagg {
     pub ladder: Ladder,
 }
 
+impl Default for Disagg {
+    /// As a rule has it that only says `pd_disagg_mode`.
+    fn default() -> Self {
+        Disagg {
+            cache_aware: false,
+            cache_threshold: 20,
+            balance_threshold: 3,
+            bootstrap_port: 8998,
+            push: false,
+            auth_key: None,
+            prefill_floor: Duration::from_secs(30),
+            ladder: Ladder::default(),
+        }
+    }
+}
+
 /// Sessions of a service: their endpoints are remembered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sessions {

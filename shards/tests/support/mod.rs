@@ -60,6 +60,7 @@ impl Gateway {
             first_rung: rung,
             limits,
             loads: Arc::clone(&loads),
+            affinity: shards::affinity::Affinity::new().0,
             aside: Some(Aside::start().expect("a thread")),
         })
         .expect("the shard starts");

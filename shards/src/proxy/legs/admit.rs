@@ -2,13 +2,13 @@
 
 use std::time::Instant;
 
-use super::{Errand, Tried, tier_place};
+use super::{Errand, Tried};
 use crate::disagg::ladder::{Taken, Waiting};
 use crate::disagg::refusal::LegRefusal;
 use crate::ids::EndpointIndex;
 use crate::proxy::client::Client;
 use crate::proxy::exchange::Failure;
-use crate::route::{self, Chooser, Decision, Facts, Tier};
+use crate::route::{self, Chooser, Decision, Tier};
 use crate::service::{Role, count};
 
 /// How often a request that is first in its queue looks for a place that another shard gave back.
@@ -35,7 +35,7 @@ impl Errand<'_> {
                 }
                 let places = &self.endpoint(decision.endpoint).shared.places;
                 // Those who wait come first.
-                let waited_for = self.local.queues.is_waited_for(decision.endpoint);
+                let waited_for = self.attempt.local.queues.is_waited_for(decision.endpoint);
                 if let Some(place) = (!waited_for).then(|| places.inflight.take(ladder.per_endpoint)).flatten() {
                     return Ok(Admitted { decision, place: Some(place) });
                 }
@@ -71,7 +71,7 @@ impl Errand<'_> {
         for index in places {
             if let Some(counted) = self.endpoint(index).shared.places.parked.take(ladder.queue) {
                 count(&stats.admission_queued);
-                return Ok((index, self.local.queues.join(index, counted)));
+                return Ok((index, self.attempt.local.queues.join(index, counted)));
             }
         }
         count(&stats.admission_overflow_shed);
@@ -112,10 +112,7 @@ impl Errand<'_> {
     }
 
     pub(super) fn decide(&self, tried: &[EndpointIndex]) -> Option<Decision> {
-        // Nothing is awaited while it is borrowed.
-        let mut turn = self.local.turn.borrow_mut();
-        let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
-        route::decide(self.service(), &Facts { tried, ..self.facts }, &mut chooser)
+        self.attempt.decide(self.score, tried)
     }
 
     /// The decision for an endpoint that was waited for: what it would be if there were no other.
@@ -129,9 +126,9 @@ impl Errand<'_> {
 
     /// The decode endpoint.
     pub(super) fn choose_decode(&self, tried: &[EndpointIndex]) -> Option<EndpointIndex> {
-        let mut turn = self.local.turn.borrow_mut();
-        let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
-        let pinned = self.facts.session.and_then(|pin| pin.decode);
+        let mut turn = self.attempt.local.turn.borrow_mut();
+        let mut chooser = Chooser { shard: self.proxy().id, loads: &self.proxy().loads, turn: &mut turn };
+        let pinned = self.attempt.known.pin(self.proxy()).and_then(|pin| pin.decode);
         route::choose_decode(self.service(), pinned, tried, &mut chooser)
     }
 
@@ -140,18 +137,6 @@ impl Errand<'_> {
         if let Some((dialect, what)) = tried.failed {
             return self.refuse(LegRefusal::PrefillFailed(dialect, what));
         }
-        count(&self.service().shared.stats_of(self.proxy.id).no_healthy_backend);
         self.refuse(LegRefusal::PoolUnavailable)
-    }
-
-    /// Counts a prefill decision that is carried out.
-    pub(super) fn count_tier(&self, decision: &Decision) {
-        let stats = self.stats();
-        if let Some(place) = tier_place(decision.tier) {
-            count(&stats.tiers[place]);
-        }
-        if decision.tier == Tier::Session {
-            count(&stats.session_hits);
-        }
     }
 }

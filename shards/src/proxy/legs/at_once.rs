@@ -8,7 +8,7 @@ use super::admit::Admitted;
 use super::leg::{self, LegFault, Whole};
 use super::message::{self, Leg};
 use super::relayed::{DecodeFault, Relaying, id_line};
-use super::{Beside, Carried, Counted, Dispatched, Route, Task, Tried};
+use super::{Beside, Counted, Dispatched, Route, Task, Tried};
 use crate::disagg::bootstrap::{self, Meeting};
 use crate::disagg::nixl::{self, Coordinates};
 use crate::disagg::refusal::LegRefusal;
@@ -18,7 +18,7 @@ use crate::executor;
 use crate::ids::{EndpointIndex, ShardId};
 use crate::prompt::Splice;
 use crate::proxy::client::Client;
-use crate::proxy::exchange::Failure;
+use crate::proxy::exchange::{Failure, Next};
 use crate::proxy::upstream::{Pool, Upstream};
 use crate::proxy::watch::Verdict;
 use crate::route::{Decision, Tier};
@@ -41,7 +41,7 @@ pub enum PrefillEnd {
 
 impl Task<'_, '_> {
     /// Carries the request through, both legs at once.
-    pub(super) async fn at_once(&self, client: &mut Client) -> Result<Carried, Failure> {
+    pub(super) async fn at_once(&self, client: &mut Client) -> Result<Next, Failure> {
         let errand = self.errand;
         let mut tried = Tried::default();
         loop {
@@ -55,7 +55,7 @@ impl Task<'_, '_> {
             let Some(decode) = errand.choose_decode(&tried.decode) else { return Err(errand.nobody(&tried)) };
             let dispatched = Dispatched::new(errand, &decision);
             let slot = errand.endpoint(decode).shared.slot;
-            let mut reservation = errand.proxy.loads.reserve(errand.proxy.id, slot, 0);
+            let mut reservation = errand.proxy().loads.reserve(errand.proxy().id, slot, 0);
             // Both are there before either is sent: a refused connect costs nothing then.
             let fresh = tried.stale > 0;
             let Some(to_decode) = self.open(client, decode, fresh).await? else {
@@ -64,11 +64,11 @@ impl Task<'_, '_> {
             };
             let Some(to_prefill) = self.open(client, decision.endpoint, fresh).await? else {
                 tried.prefill.push(decision.endpoint);
-                let keep = errand.proxy.limits.upstream_idle_connections_max;
-                errand.local.pools[decode.index()].put(to_decode, keep);
+                let keep = errand.proxy().limits.upstream_idle_connections_max;
+                errand.attempt.local.pools[decode.index()].put(to_decode, keep);
                 continue;
             };
-            errand.count_tier(&decision);
+            errand.sent(&decision, decode);
             let (first, second) = self.messages(&decision, decode).await?;
             let end: Beside = Rc::default();
             let budget = dispatched.budget;
@@ -81,17 +81,12 @@ impl Task<'_, '_> {
             match errand.relay_from(client, to_decode, second, &relaying).await {
                 Ok(relayed) => {
                     self.drain(client);
-                    let prefill_answer = match end.take() {
-                        Some(PrefillEnd::Done(body)) => Some(body),
-                        _ => None,
-                    };
-                    return Ok(Carried {
-                        next: relayed.next,
-                        pair: Some((decision.endpoint, decode)),
-                        decision: Some(decision),
-                        prefill_answer,
-                        status: relayed.status,
-                    });
+                    if let Some(PrefillEnd::Done(body)) = end.take()
+                        && relayed.status == 200
+                    {
+                        errand.proved(&decision, &body);
+                    }
+                    return Ok(relayed.next);
                 }
                 Err(DecodeFault::OtherLeg) => {
                     self.count_abort();
@@ -111,7 +106,7 @@ impl Task<'_, '_> {
                     // A kept connection was dead: the same pair again, on fresh ones and under a new name.
                     client.set_companion(None);
                     count(&errand.stats().connect_retry_same_ep);
-                    errand.local.pools[decode.index()].clear();
+                    errand.attempt.local.pools[decode.index()].clear();
                     tried.stale += 1;
                 }
                 Err(fault) => {
@@ -145,7 +140,7 @@ impl Task<'_, '_> {
         if fault == (LegFault::Died { without_a_byte: true }) && !fresh && tried.stale == 0 {
             // It may have been a kept connection that had ended.
             count(&self.errand.stats().connect_retry_same_ep);
-            self.errand.local.pools[index.index()].clear();
+            self.errand.attempt.local.pools[index.index()].clear();
             tried.stale += 1;
             return Ok(());
         }
@@ -177,7 +172,7 @@ impl Task<'_, '_> {
         let errand = self.errand;
         let ranks = errand.service().kv.as_ref().map_or(1, |kv| kv.ranks);
         let rank = decision.rank.filter(|_| ranks > 1);
-        let room = bootstrap::room(errand.proxy.request_ids.random(), rank, ranks);
+        let room = bootstrap::room(errand.proxy().request_ids.random(), rank, ranks);
         let host = errand.endpoint(decision.endpoint).address.ip();
         let meeting = Meeting { host, port: errand.pd.bootstrap_port, room, rank, ranks };
         bootstrap::both(self.body.clone(), self.api, meeting)
@@ -205,16 +200,16 @@ impl Task<'_, '_> {
     ) -> impl Future<Output = Verdict> + 'static {
         let errand = self.errand;
         let beside = PrefillBeside {
-            service: Arc::clone(&errand.local.service),
-            shard: errand.proxy.id,
+            service: Arc::clone(&errand.attempt.local.service),
+            shard: errand.proxy().id,
             index: decision.endpoint,
-            pool: Rc::clone(&errand.local.pools[decision.endpoint.index()]),
-            idle_max: errand.proxy.limits.upstream_idle_connections_max,
+            pool: Rc::clone(&errand.attempt.local.pools[decision.endpoint.index()]),
+            idle_max: errand.proxy().limits.upstream_idle_connections_max,
             counted: Counted::begin(errand, true),
             dispatched,
             _place: place,
         };
-        count(&errand.endpoint(decision.endpoint).shared.stats_of(errand.proxy.id).requests);
+        count(&errand.endpoint(decision.endpoint).shared.stats_of(errand.proxy().id).requests);
         async move {
             let ended = beside.run(upstream, message).await;
             let verdict = if matches!(ended, PrefillEnd::Done(_)) { Verdict::Well } else { Verdict::Interrupts };
@@ -265,6 +260,7 @@ impl PrefillBeside {
                 if whole.reusable {
                     self.pool.put(upstream, self.idle_max);
                 }
+                super::heard(&self.service, self.shard, &self.service.endpoints[self.index.index()], whole.head.status);
                 match whole.head.status {
                     200..300 => {
                         self.counted.set(LegOutcome::Ok);

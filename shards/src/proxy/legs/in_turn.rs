@@ -6,7 +6,7 @@ use super::admit::Admitted;
 use super::leg::{self, LegFault, Whole};
 use super::message::{self, Leg};
 use super::relayed::{DecodeFault, Relaying, id_line};
-use super::{Carried, Counted, Dispatched, Errand, FAILURES_MAX, Route, Task, Tried};
+use super::{Counted, Dispatched, Errand, FAILURES_MAX, Route, Task, Tried};
 use crate::disagg::context::{self, Context};
 use crate::disagg::refusal::LegRefusal;
 use crate::disagg::stats::LegOutcome;
@@ -33,7 +33,7 @@ enum Prefilled {
 
 impl Task<'_, '_> {
     /// Carries the request through, one leg after the other.
-    pub(super) async fn in_turn(&self, client: &mut Client) -> Result<Carried, Failure> {
+    pub(super) async fn in_turn(&self, client: &mut Client) -> Result<Next, Failure> {
         let errand = self.errand;
         let mut tried = Tried::default();
         loop {
@@ -44,13 +44,14 @@ impl Task<'_, '_> {
             let Some(decode) = errand.choose_decode(&[]) else { return Err(errand.nobody(&tried)) };
             // Before the prefill leg: other requests must see that this one will come there.
             let slot = errand.endpoint(decode).shared.slot;
-            let reservation = errand.proxy.loads.reserve(errand.proxy.id, slot, 0);
+            let reservation = errand.proxy().loads.reserve(errand.proxy().id, slot, 0);
             let id = self.id(decision.endpoint, decode);
             match self.prefill(client, &decision, id.as_deref(), &mut tried).await? {
                 Prefilled::Again => {}
                 Prefilled::Refused(whole) => return errand.pass_on(client, &whole).await,
                 Prefilled::Done(whole, time) => {
                     drop(place);
+                    errand.sent(&decision, decode);
                     let after = After { decision, decode, reservation, id, whole, time };
                     return self.go_on(client, after).await;
                 }
@@ -73,11 +74,10 @@ impl Task<'_, '_> {
             tried.prefill.push(index);
             return Ok(Prefilled::Again);
         };
-        errand.count_tier(decision);
         let counted = Counted::begin(errand, true);
         loop {
             let message = self.prefill_message(decision, id).await?;
-            count(&errand.endpoint(index).shared.stats_of(errand.proxy.id).requests);
+            count(&errand.endpoint(index).shared.stats_of(errand.proxy().id).requests);
             let left = dispatched.budget.saturating_sub(dispatched.at.elapsed());
             let leg = leg::whole(&mut upstream, message, ANSWER_BYTES_MAX);
             let fault = match client.guard(Some(left), leg).await {
@@ -89,7 +89,7 @@ impl Task<'_, '_> {
                 Ok(Err(LegFault::Died { without_a_byte: true })) if upstream.reused => {
                     // A kept connection that had ended: the engine has not seen the request.
                     count(&errand.stats().connect_retry_same_ep);
-                    errand.local.pools[index.index()].clear();
+                    errand.attempt.local.pools[index.index()].clear();
                     match errand.connect_fresh(client, index).await? {
                         Some(fresh) => upstream = fresh,
                         None => {
@@ -101,10 +101,12 @@ impl Task<'_, '_> {
                 }
                 Ok(Err(fault)) => fault,
                 Ok(Ok(whole)) if whole.head.status >= 500 => {
+                    errand.heard(errand.endpoint(index), whole.head.status);
                     errand.keep(index, upstream, &whole);
                     LegFault::Malformed("the endpoint answered with an error of its own")
                 }
                 Ok(Ok(whole)) => {
+                    errand.heard(errand.endpoint(index), whole.head.status);
                     errand.keep(index, upstream, &whole);
                     if whole.head.status >= 300 {
                         counted.set(LegOutcome::Rejected);
@@ -157,20 +159,20 @@ impl Task<'_, '_> {
         let edited = match self.dialect {
             Dialect::Context => {
                 let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-                context::prefill(&mut body, errand.proxy.disagg_numbers.next(now.as_millis() as u64))
+                context::prefill(&mut body, errand.proxy().disagg_numbers.next(now.as_millis() as u64))
             }
             _ => nixl::prefill(&mut body),
         };
         edited.map_err(|error| errand.unsplittable(self.dialect, error.into()))?;
         let mut lines = id_line(id);
-        if let Some(rank) = exchange::conveyed_rank(errand.service(), decision, errand.names_rank) {
+        if let Some(rank) = errand.attempt.conveyed_rank(decision) {
             push_line(&mut lines, exchange::RANK_HEADER, rank.0);
         }
         Ok(message::make(errand, Leg::Prefill, Some(body), &lines, id.is_some()).await)
     }
 
     /// Sends the decode leg with what the prefill leg's answer says, and relays its answer.
-    async fn go_on(&self, client: &mut Client, after: After) -> Result<Carried, Failure> {
+    async fn go_on(&self, client: &mut Client, after: After) -> Result<Next, Failure> {
         let errand = self.errand;
         let mut body = self.body.clone();
         let mut lines = id_line(after.id.as_deref());
@@ -213,7 +215,7 @@ impl Task<'_, '_> {
         body: Splice<'_>,
         lines: Vec<u8>,
         handed_over: bool,
-    ) -> Result<Carried, Failure> {
+    ) -> Result<Next, Failure> {
         let errand = self.errand;
         let After { decision, decode, mut reservation, whole, time, id } = after;
         let mut message = message::make(errand, Leg::Decode, Some(body.clone()), &lines, id.is_some()).await;
@@ -228,13 +230,10 @@ impl Task<'_, '_> {
                 let sent = std::mem::take(&mut message);
                 match errand.send(client, upstream, sent, &relaying).await {
                     Ok(relayed) => {
-                        return Ok(Carried {
-                            next: relayed.next,
-                            pair: Some((decision.endpoint, index)),
-                            decision: Some(decision),
-                            prefill_answer: Some(whole.body().to_vec()),
-                            status: relayed.status,
-                        });
+                        if relayed.status == 200 {
+                            errand.proved(&decision, whole.body());
+                        }
+                        return Ok(relayed.next);
                     }
                     // Nothing was sent: what the prefill engine keeps is still there.
                     Err(DecodeFault::Stale(given_back)) => message = given_back,
@@ -250,19 +249,19 @@ impl Task<'_, '_> {
             tried.decode.push(index);
             let another = errand.choose_decode(&tried.decode).filter(|_| !tried.is_over());
             index = another.ok_or_else(|| errand.nobody(&tried))?;
-            reservation = errand.proxy.loads.reserve(errand.proxy.id, errand.endpoint(index).shared.slot, 0);
+            reservation = errand.proxy().loads.reserve(errand.proxy().id, errand.endpoint(index).shared.slot, 0);
         }
     }
 
     /// Longest wait for the first byte of a decode leg: a whole answer comes when all of it is made.
     pub(super) fn first_byte_budget(&self) -> Duration {
         let errand = self.errand;
-        let made = if errand.stream { Duration::ZERO } else { errand.proxy.limits.stream_idle_timeout };
+        let made = if errand.stream { Duration::ZERO } else { errand.proxy().limits.stream_idle_timeout };
         errand.pd.prefill_floor + made
     }
 
     /// The context ended the answer: the client gets it, in the form it asked for.
-    async fn early(&self, client: &mut Client, after: After) -> Result<Carried, Failure> {
+    async fn early(&self, client: &mut Client, after: After) -> Result<Next, Failure> {
         let errand = self.errand;
         count(&errand.stats().trt_ctx_early_exit);
         let usage = self.body.value("stream_options").is_some_and(context::asks_usage);
@@ -271,23 +270,18 @@ impl Task<'_, '_> {
             return Err(errand.refuse(LegRefusal::PrefillFailed(self.dialect, what)));
         };
         let kind = if errand.stream { "text/event-stream" } else { "application/json" };
-        let close = !errand.request.head.keep_alive || errand.proxy.draining.get();
+        let close = !errand.request().head.keep_alive || errand.proxy().draining.get();
         let mut head = format!("HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n", body.len());
         if close {
             head.push_str("Connection: close\r\n");
         }
         head.push_str("\r\n");
         let answer = [head.as_bytes(), &body].concat();
-        count(&errand.service().shared.stats_of(errand.proxy.id).responses[2]);
-        let written = client.write(answer, 0, errand.proxy.limits.write_timeout).await;
+        count(&errand.service().shared.stats_of(errand.proxy().id).responses[2]);
+        let written = client.write(answer, 0, errand.proxy().limits.write_timeout).await;
         written.map_err(|interrupt| errand.left(interrupt))?;
-        Ok(Carried {
-            next: if close { Next::Close } else { Next::Request },
-            pair: Some((after.decision.endpoint, after.decode)),
-            decision: Some(after.decision),
-            prefill_answer: Some(after.whole.body().to_vec()),
-            status: 200,
-        })
+        errand.proved(&after.decision, after.whole.body());
+        Ok(if close { Next::Close } else { Next::Request })
     }
 }
 
@@ -303,22 +297,21 @@ struct After {
 
 impl Errand<'_> {
     /// Gives the client a leg's own answer.
-    pub(super) async fn pass_on(&self, client: &mut Client, whole: &Whole) -> Result<Carried, Failure> {
-        let close = !self.request.head.keep_alive || self.proxy.draining.get();
-        let id = crate::proxy::outgoing::id_of(self.request);
+    pub(super) async fn pass_on(&self, client: &mut Client, whole: &Whole) -> Result<Next, Failure> {
+        let close = !self.request().head.keep_alive || self.proxy().draining.get();
+        let id = crate::proxy::outgoing::id_of(self.request());
         let answer = whole.to_client(&id_line(id), close);
         let status = whole.head.status;
-        count(&self.service().shared.stats_of(self.proxy.id).responses[usize::from(status / 100).min(5)]);
-        let written = client.write(answer, 0, self.proxy.limits.write_timeout).await;
+        count(&self.service().shared.stats_of(self.proxy().id).responses[usize::from(status / 100).min(5)]);
+        let written = client.write(answer, 0, self.proxy().limits.write_timeout).await;
         written.map_err(|interrupt| self.left(interrupt))?;
-        let next = if close { Next::Close } else { Next::Request };
-        Ok(Carried { next, pair: None, decision: None, prefill_answer: None, status })
+        Ok(if close { Next::Close } else { Next::Request })
     }
 
     /// Keeps a connection whose answer is complete.
     fn keep(&self, index: EndpointIndex, upstream: crate::proxy::upstream::Upstream, whole: &Whole) {
         if whole.reusable {
-            self.local.pools[index.index()].put(upstream, self.proxy.limits.upstream_idle_connections_max);
+            self.attempt.local.pools[index.index()].put(upstream, self.proxy().limits.upstream_idle_connections_max);
         }
     }
 }

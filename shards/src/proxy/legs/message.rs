@@ -24,7 +24,7 @@ pub enum Leg {
 /// Makes a leg's request, with the edited body or as it came. `lines` are added to the head; an id among them stands for
 /// the client's own.
 pub async fn make(errand: &Errand<'_>, leg: Leg, body: Option<Splice<'_>>, lines: &[u8], own_id: bool) -> Vec<u8> {
-    let request = errand.request;
+    let request = errand.request();
     let (head, client_body) = request.bytes.split_at(request.head.len);
     let pieces = body.map_or_else(|| vec![Piece::Kept(0..client_body.len())], Splice::pieces);
     let lengths = pieces.iter().map(|piece| match piece {
@@ -67,17 +67,17 @@ impl Task<'_, '_> {
         let errand = self.errand;
         let (prefill, decode) = (errand.endpoint(prefill), errand.endpoint(decode));
         let is_nixl = matches!(self.dialect, Dialect::NixlPull | Dialect::NixlPush);
-        let made = || errand.request.made_id.clone();
+        let made = || errand.request().made_id.clone();
         if !is_nixl {
             return made();
         }
         if prefill.nixl_port != 0 && self.dialect == Dialect::NixlPull {
-            let unique = made().unwrap_or_else(|| errand.proxy.request_ids.next());
+            let unique = made().unwrap_or_else(|| errand.proxy().request_ids.next());
             return Some(nixl::addressed_id(prefill.address, prefill.nixl_port, decode.address, &unique));
         }
         match self.dialect {
             // A push is waited for under the id: it must be nobody else's.
-            Dialect::NixlPush => Some(errand.proxy.request_ids.next()),
+            Dialect::NixlPush => Some(errand.proxy().request_ids.next()),
             _ => made(),
         }
     }

@@ -32,24 +32,26 @@ mod relayed;
 
 use std::cell::Cell;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::Proxy;
 use super::answer::Refusal;
 use super::client::{Client, Request};
-use super::exchange::{Failure, Next};
-use super::routes::LocalService;
+use super::exchange::{self, Attempt, Failure, Next};
 use super::score::Score;
 use super::watch::Interrupt;
 use crate::disagg::refusal::LegRefusal;
 use crate::disagg::stats::{LegOutcome, PdStats};
 use crate::disagg::{self, Dialect, LegError};
-use crate::ids::EndpointIndex;
+use crate::ids::{EndpointIndex, ShardId};
 use crate::load::Reservation;
 use crate::prompt::{Api, Outline, Splice, SpliceError};
 use crate::rates::FirstByte;
-use crate::route::{Decision, Facts, Tier};
+use crate::route::{Decision, Pin};
 use crate::service::{Disagg, Endpoint, Service, count};
+use crate::usage::Tail;
 
 /// Prefill legs that one request may see fail before it is refused.
 const FAILURES_MAX: u32 = 2;
@@ -62,38 +64,14 @@ const SCAN_BYTES: usize = 64 * 1024;
 
 /// A request to be carried through its legs.
 pub struct Errand<'a> {
-    /// The shard's proxy.
-    pub proxy: &'a Proxy,
-    /// The service.
-    pub local: &'a LocalService,
-    /// How it parts requests.
+    /// The request, with what is known of it; the one-legged way is not gone.
+    pub attempt: &'a Attempt<'a>,
+    /// How its service parts requests.
     pub pd: &'a Disagg,
-    /// The request, as it came.
-    pub request: &'a Request,
-    /// What it asks for, where it has a prompt.
-    pub api: Option<Api>,
-    /// Whether it asks for a stream.
-    pub stream: bool,
     /// What is known of its prompt.
     pub score: &'a Score,
-    /// What else a decision may stand on; without endpoints that refused it.
-    pub facts: Facts<'a>,
-    /// The client itself says which rank is to serve it.
-    pub names_rank: bool,
-}
-
-/// What became of a request.
-pub struct Carried {
-    /// What becomes of the client's connection.
-    pub next: Next,
-    /// The endpoint that computed the prompt and the one that answered, where both did.
-    pub pair: Option<(EndpointIndex, EndpointIndex)>,
-    /// The decision for the former.
-    pub decision: Option<Decision>,
-    /// The body of the prefill leg's answer, where it has come before the answer's: only it knows what hit.
-    pub prefill_answer: Option<Vec<u8>>,
-    /// Status of the answer.
-    pub status: u16,
+    /// Whether it asks for a stream.
+    pub stream: bool,
 }
 
 impl Errand<'_> {
@@ -101,16 +79,16 @@ impl Errand<'_> {
     ///
     /// # Errors
     /// There is no answer from an endpoint, or it broke.
-    pub async fn carry(&self, client: &mut Client) -> Result<Carried, Failure> {
+    pub async fn carry(&self, client: &mut Client) -> Result<Next, Failure> {
         let carried = self.carry_on(client).await;
         // Whatever is left of the other leg ends with the request.
         client.set_companion(None);
         carried
     }
 
-    async fn carry_on(&self, client: &mut Client) -> Result<Carried, Failure> {
+    async fn carry_on(&self, client: &mut Client) -> Result<Next, Failure> {
         let dialect = Dialect::of(self.service().engine, self.pd.push);
-        let parted = dialect.zip(self.api).filter(|(dialect, api)| dialect.serves(*api));
+        let parted = dialect.zip(self.attempt.api).filter(|(dialect, api)| dialect.serves(*api));
         let Some((dialect, api)) = parted else { return self.undivided(client).await };
         let outlined = client.guard(None, self.outline()).await.map_err(|interrupt| self.left(interrupt))?;
         let body = match outlined {
@@ -131,11 +109,11 @@ impl Errand<'_> {
 
     /// Looks through the body in slices.
     async fn outline(&self) -> Result<Splice<'_>, SpliceError> {
-        let body = &self.request.bytes[self.request.head.len..];
+        let body = &self.request().bytes[self.request().head.len..];
         if body.len() <= SCAN_BYTES {
             return Splice::of(body);
         }
-        let ticket = self.proxy.ticket.take().await;
+        let ticket = self.proxy().ticket.take().await;
         let mut outline = Outline::new(body);
         while !outline.step(SCAN_BYTES)? {
             ticket.breathe().await;
@@ -143,12 +121,20 @@ impl Errand<'_> {
         Ok(outline.into_splice())
     }
 
+    fn proxy(&self) -> &Proxy {
+        self.attempt.proxy
+    }
+
+    fn request(&self) -> &Request {
+        &self.attempt.request
+    }
+
     fn service(&self) -> &Service {
-        &self.local.service
+        &self.attempt.local.service
     }
 
     fn stats(&self) -> &PdStats {
-        &self.service().shared.stats_of(self.proxy.id).pd
+        &self.service().shared.stats_of(self.proxy().id).pd
     }
 
     fn endpoint(&self, index: EndpointIndex) -> &Endpoint {
@@ -168,7 +154,7 @@ impl Errand<'_> {
 
     /// The client left, stalled, or is cut, before it had a byte.
     fn left(&self, interrupt: Interrupt) -> Failure {
-        let stats = self.service().shared.stats_of(self.proxy.id);
+        let stats = self.service().shared.stats_of(self.proxy().id);
         count(&stats.responses[0]);
         if matches!(interrupt, Interrupt::ClientGone | Interrupt::TimedOut) {
             count(&stats.client_gone);
@@ -176,22 +162,37 @@ impl Errand<'_> {
         Failure::Close
     }
 
-    /// Whether the client is told where its request went.
-    fn explains(&self) -> bool {
-        self.service().proxy.route_header || self.request.head.explain
+    /// A pair of endpoints has the request, or will have it: what is counted and remembered of that.
+    fn sent(&self, decision: &Decision, decode: EndpointIndex) {
+        self.attempt.count_decision(self.score, decision);
+        let pin = Pin { prefill: decision.endpoint, decode: Some(decode) };
+        self.attempt.known.sent(self.proxy(), self.attempt.local, pin);
     }
 
-    /// Tokens that the endpoint will have to compute.
-    fn uncached_tokens(&self, decision: &Decision) -> u64 {
-        match self.score {
-            Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
-            _ => (self.request.bytes.len() - self.request.head.len) as u64 / BYTES_PER_TOKEN,
+    /// The request has been answered well: what that proves of the prefill engine's cache. The decode engine reports the
+    /// whole prompt as cached, as that came from the other.
+    fn proved(&self, decision: &Decision, prefill_answer: &[u8]) {
+        let rank = self.attempt.conveyed_rank(decision);
+        self.attempt.predict(self.score, decision.endpoint, rank);
+        if self.attempt.wants_usage(self.endpoint(decision.endpoint)) {
+            let mut tail = Tail::default();
+            tail.push(prefill_answer);
+            if let Some(usage) = tail.usage() {
+                self.attempt.compare(self.score, decision.endpoint, rank, usage);
+            }
         }
     }
-}
 
-/// Bytes of a body per token of its prompt, where nobody has counted.
-const BYTES_PER_TOKEN: u64 = 4;
+    /// An endpoint has answered: its breaker counts how.
+    fn heard(&self, endpoint: &Endpoint, status: u16) {
+        heard(self.service(), self.proxy().id, endpoint, status);
+    }
+
+    /// Whether the client is told where its request went.
+    fn explains(&self) -> bool {
+        self.service().proxy.route_header || self.request().head.explain
+    }
+}
 
 /// A request that can be parted.
 struct Task<'e, 'a> {
@@ -201,18 +202,26 @@ struct Task<'e, 'a> {
     body: Splice<'e>,
 }
 
+/// See [`Errand::heard`].
+fn heard(service: &Service, shard: ShardId, endpoint: &Endpoint, status: u16) {
+    endpoint.shared.connect_failures.store(0, Ordering::Relaxed);
+    if endpoint.shared.answered(status, service.proxy.breaker_errors) {
+        exchange::trip(shard, service, endpoint, exchange::ERRORS_IN_A_ROW);
+    }
+}
+
 /// Counts one leg, as cancelled unless its outcome was said.
 struct Counted {
-    service: std::sync::Arc<Service>,
-    shard: crate::ids::ShardId,
+    service: Arc<Service>,
+    shard: ShardId,
     prefill: bool,
     outcome: Cell<LegOutcome>,
 }
 
 impl Counted {
     fn begin(errand: &Errand<'_>, prefill: bool) -> Self {
-        let service = std::sync::Arc::clone(&errand.local.service);
-        Counted { service, shard: errand.proxy.id, prefill, outcome: Cell::new(LegOutcome::Cancelled) }
+        let service = Arc::clone(&errand.attempt.local.service);
+        Counted { service, shard: errand.proxy().id, prefill, outcome: Cell::new(LegOutcome::Cancelled) }
     }
 
     fn set(&self, outcome: LegOutcome) {
@@ -239,9 +248,9 @@ struct Dispatched {
 impl Dispatched {
     fn new(errand: &Errand<'_>, decision: &Decision) -> Self {
         let endpoint = errand.endpoint(decision.endpoint);
-        let uncached = errand.uncached_tokens(decision);
+        let uncached = errand.attempt.uncached_tokens(errand.score, decision);
         // Before anything is awaited: the next decision must see this one.
-        let reservation = errand.proxy.loads.reserve(errand.proxy.id, endpoint.shared.slot, uncached);
+        let reservation = errand.proxy().loads.reserve(errand.proxy().id, endpoint.shared.slot, uncached);
         let ahead = reservation.ahead();
         let expected = endpoint.shared.rates.terms().seconds(ahead.tokens + uncached, ahead.decode);
         let budget = disagg::prefill_budget(errand.pd.prefill_floor, expected);
@@ -288,13 +297,3 @@ struct Route<'r> {
 
 /// What is known of a prefill leg that goes on beside the decode leg.
 type Beside = Rc<Cell<Option<at_once::PrefillEnd>>>;
-
-fn tier_place(tier: Tier) -> Option<usize> {
-    match tier {
-        Tier::Session => Some(0),
-        Tier::Trie => Some(1),
-        Tier::KvExact => Some(2),
-        Tier::LeastLoad | Tier::Claim => Some(3),
-        Tier::Select | Tier::Rescue => None,
-    }
-}

@@ -1,10 +1,9 @@
 //! The leg whose answer the client gets.
 
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::message::{self, Leg};
-use super::{Carried, Counted, Errand, Route, Tried};
+use super::{Counted, Errand, Route, Tried};
 use crate::disagg::Dialect;
 use crate::disagg::refusal::{LegRefusal, broken_events};
 use crate::disagg::stats::LegOutcome;
@@ -70,7 +69,7 @@ impl Errand<'_> {
         client: &mut Client,
         index: EndpointIndex,
     ) -> Result<Option<Upstream>, Failure> {
-        match self.local.pools[index.index()].take(self.proxy.limits.upstream_idle_max) {
+        match self.attempt.local.pools[index.index()].take(self.proxy().limits.upstream_idle_max) {
             Some(upstream) => Ok(Some(upstream)),
             None => self.connect_fresh(client, index).await,
         }
@@ -82,11 +81,8 @@ impl Errand<'_> {
         client: &mut Client,
         index: EndpointIndex,
     ) -> Result<Option<Upstream>, Failure> {
-        let (endpoint, pool) = (self.endpoint(index), &self.local.pools[index.index()]);
-        let opened = exchange::open(self.proxy, self.local, client, endpoint, pool).await;
-        if matches!(opened, Ok(None)) {
-            count(&self.stats().connect_failover);
-        }
+        let (endpoint, pool) = (self.endpoint(index), &self.attempt.local.pools[index.index()]);
+        let opened = exchange::open(self.proxy(), self.attempt.local, client, endpoint, pool).await;
         opened.map_err(|error| match error {
             NotOpened::OutOfSockets(refusal) => Failure::Refuse(refusal),
             NotOpened::Interrupted(interrupt) => self.left(interrupt),
@@ -123,7 +119,7 @@ impl Errand<'_> {
         relaying: &Relaying<'_>,
         counted: &Counted,
     ) -> Result<Relayed, DecodeFault> {
-        let (proxy, at, reused) = (self.proxy, Instant::now(), upstream.reused);
+        let (proxy, at, reused) = (self.proxy(), Instant::now(), upstream.reused);
         let index = relaying.route.decode;
         let endpoint = self.endpoint(index);
         count(&endpoint.shared.stats_of(proxy.id).requests);
@@ -133,7 +129,7 @@ impl Errand<'_> {
         };
         let write = client.guard(Some(limits.write_timeout), upstream.write(message, 0)).await;
         let (written, message) = write.map_err(|interrupt| self.fault(interrupt))?;
-        let (is_head, is_http10) = (self.request.head.is_head, self.request.head.is_http10);
+        let (is_head, is_http10) = (self.request().head.is_head, self.request().head.is_http10);
         let headroom = HEADROOM;
         let begun = relay::begin(client, &mut upstream, is_head, headroom, &limits, &proxy.buffers).await;
         let mut begun = match begun {
@@ -142,7 +138,7 @@ impl Errand<'_> {
             Err(fault) => return Err(self.of_fault(fault)),
         };
         drop(message);
-        endpoint.shared.connect_failures.store(0, Ordering::Relaxed);
+        self.heard(endpoint, begun.head.status);
         let (status, event_stream) = (begun.head.status, begun.head.event_stream);
         if relaying.again && status >= 500 {
             return Err(DecodeFault::Died);
@@ -166,7 +162,7 @@ impl Errand<'_> {
         }
         let stats = self.service().shared.stats_of(proxy.id);
         count(&stats.responses[usize::from(status / 100).min(5)]);
-        let close = !self.request.head.keep_alive
+        let close = !self.request().head.keep_alive
             || proxy.draining.get()
             || begun.head.body == ResponseBody::UntilClose;
         let added = self.lines_for_client(relaying, at, begun.head.has_request_id, close);
@@ -186,7 +182,7 @@ impl Errand<'_> {
         match relay::relay(client, &mut upstream, begun, terms, heard, &limits, &proxy.buffers).await {
             Ok(reusable) => {
                 if reusable && written.is_ok() && !is_http10 {
-                    self.local.pools[index.index()].put(upstream, limits.upstream_idle_connections_max);
+                    self.attempt.local.pools[index.index()].put(upstream, limits.upstream_idle_connections_max);
                 }
                 Ok(Relayed { next: if close { Next::Close } else { Next::Request }, status })
             }
@@ -197,7 +193,7 @@ impl Errand<'_> {
 
     /// The answer broke after the client had a part of it.
     fn broke(&self, client: &Client, fault: Fault, counted: &Counted) -> Failure {
-        let stats = self.service().shared.stats_of(self.proxy.id);
+        let stats = self.service().shared.stats_of(self.proxy().id);
         match fault {
             Fault::Client(Interrupt::OtherLeg) => {
                 count(&stats.broken_answers);
@@ -248,7 +244,7 @@ impl Errand<'_> {
     /// Lines of the gateway's own in the head that the client gets.
     fn lines_for_client(&self, relaying: &Relaying<'_>, at: Instant, has_id: bool, close: bool) -> Vec<u8> {
         let mut lines = Vec::new();
-        if let Some(id) = id_of(self.request).filter(|_| !has_id) {
+        if let Some(id) = id_of(self.request()).filter(|_| !has_id) {
             push_line(&mut lines, ID_HEADER, id);
         }
         if self.explains() {
@@ -264,8 +260,8 @@ impl Errand<'_> {
         let decode_ms = at.elapsed().as_millis();
         let mut text = match route.decision {
             Some(decision) => {
-                let load = decision.terms.load;
-                evidence::text(self.service(), self.score, decision, decision.rank, load, 0)
+                let rank = self.attempt.conveyed_rank(decision);
+                evidence::text(self.service(), self.score, decision, rank, 0)
             }
             None => format!("rule={}; tier=undivided", self.service().id.0),
         };
@@ -277,7 +273,7 @@ impl Errand<'_> {
     }
 
     /// Serves the request whole at one endpoint: one that cannot be parted, or no pair is there.
-    pub(super) async fn undivided(&self, client: &mut Client) -> Result<Carried, Failure> {
+    pub(super) async fn undivided(&self, client: &mut Client) -> Result<Next, Failure> {
         count(&self.stats().fallback_to_normal);
         let mut tried = Tried::default();
         loop {
@@ -286,20 +282,20 @@ impl Errand<'_> {
                 return Err(self.nobody(&tried));
             };
             let slot = self.endpoint(index).shared.slot;
-            let mut reservation = self.proxy.loads.reserve(self.proxy.id, slot, 0);
+            let mut reservation = self.proxy().loads.reserve(self.proxy().id, slot, 0);
             let Some(upstream) = self.connect(client, index).await? else {
                 tried.decode.push(index);
                 continue;
             };
             reservation.first_byte();
-            let id = self.request.made_id.clone();
+            let id = self.request().made_id.clone();
             let lines = id_line(id.as_deref());
             let message = message::make(self, Leg::Decode, None, &lines, id.is_some()).await;
             let route = Route { decision: None, decode: index, prefill_time: None };
             let relaying = Relaying { route, dialect: None, first_byte: None, again: false };
             match self.send(client, upstream, message, &relaying).await {
-                Ok(relayed) => return Ok(Carried::undivided(relayed)),
-                Err(DecodeFault::Died) if tried.failures == 0 && self.api.is_some() && !tried.is_over() => {
+                Ok(relayed) => return Ok(relayed.next),
+                Err(DecodeFault::Died) if tried.failures == 0 && self.attempt.api.is_some() && !tried.is_over() => {
                     tried.failures += 1;
                     tried.decode.push(index);
                 }
@@ -325,7 +321,7 @@ impl Errand<'_> {
         match self.relay_from(client, upstream, message, relaying).await {
             Err(DecodeFault::Stale(message)) => {
                 count(&self.stats().connect_retry_same_ep);
-                self.local.pools[index.index()].clear();
+                self.attempt.local.pools[index.index()].clear();
                 let fresh = self.connect_fresh(client, index).await.map_err(DecodeFault::Over)?;
                 let Some(upstream) = fresh else { return Err(DecodeFault::Stale(message)) };
                 let again = Relaying { again: relaying.dialect.is_some(), ..*relaying };
@@ -368,10 +364,4 @@ pub(super) fn id_line(id: Option<&str>) -> Vec<u8> {
         push_line(&mut lines, ID_HEADER, id);
     }
     lines
-}
-
-impl Carried {
-    fn undivided(relayed: Relayed) -> Self {
-        Carried { next: relayed.next, pair: None, decision: None, prefill_answer: None, status: relayed.status }
-    }
 }

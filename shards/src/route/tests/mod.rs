@@ -10,8 +10,11 @@ use crate::inventory::{self, Medium, Run};
 use crate::load::{LoadSlot, Reservation};
 use crate::service::{Blend, Endpoint, EndpointShared, KvExact, MissReason};
 
+mod blend;
+mod disagg;
 mod exact;
 mod property;
+mod select;
 
 const SHARD: ShardId = ShardId(0);
 /// Enough tokens that the cap of the saving plays no part: 100 blocks and one token.
@@ -60,8 +63,13 @@ impl Fleet {
     fn set_loads(&mut self, loads: &[u32]) {
         self.in_flight.clear();
         for (index, &load) in loads.iter().enumerate() {
-            self.in_flight.extend((0..load).map(|_| self.loads.reserve(SHARD, LoadSlot(index as u32))));
+            self.in_flight.extend((0..load).map(|_| self.loads.reserve(SHARD, LoadSlot(index as u32), 0)));
         }
+    }
+
+    fn down(self, indices: &[usize]) -> Self {
+        indices.iter().for_each(|index| assert!(self.service.endpoints[*index].shared.mark_down()));
+        self
     }
 
     fn cold(self, index: usize, blocks: u64) -> Self {
