@@ -217,7 +217,7 @@ fn play(fleet: &Fleet, kind: EngineKind, cell: Cell, number: usize) {
         wait_for(&format!("{what}: the leg has begun"), || (fleet.legs(cell.leg).len() > seen[place]).then_some(()));
         let left = Instant::now();
         drop(connection);
-        assert_left(fleet, &seen, left, &what);
+        assert_left(fleet, kind, &seen, left, &what);
         Outcome::Left
     } else {
         outcome(&mut connection)
@@ -234,7 +234,7 @@ fn play(fleet: &Fleet, kind: EngineKind, cell: Cell, number: usize) {
 }
 
 /// Both engines see that the client left.
-fn assert_left(fleet: &Fleet, seen: &[usize], left: Instant, what: &str) {
+fn assert_left(fleet: &Fleet, kind: EngineKind, seen: &[usize], left: Instant, what: &str) {
     for (leg, before) in [LegKind::Prefill, LegKind::Decode].into_iter().zip(seen) {
         let legs = wait_for(&format!("{what}: no leg goes on"), || {
             let legs = fleet.legs(leg)[*before..].to_vec();
@@ -242,7 +242,8 @@ fn assert_left(fleet: &Fleet, seen: &[usize], left: Instant, what: &str) {
         });
         for leg in legs {
             let late = ended_at(&leg).expect("it ended").saturating_duration_since(left);
-            assert!(end_of(&leg) != Some(LegEnd::Refused), "{what}: {leg:?}");
+            // A decode engine may hear of its prefill engine's end first.
+            assert!(end_of(&leg) != Some(LegEnd::Refused) || kind == EngineKind::Sglang, "{what}: {leg:?}");
             // Not a measurement: a machine may stand still. The bench measures.
             assert!(late < Duration::from_secs(5), "{what}: {late:?} after the client left");
         }

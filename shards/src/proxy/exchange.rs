@@ -102,6 +102,11 @@ async fn serve(
         Err(interrupt) => return left(local, proxy, interrupt),
     };
     let (named_rank, skips_cache) = (view.named_rank(), view.skips_cache());
+    if local.service.pd.is_some()
+        && let Err(interrupt) = client.guard(None, view.look_through(&proxy.ticket)).await
+    {
+        return left(local, proxy, interrupt);
+    }
     let stream = local.service.pd.is_some() && view.body().is_some_and(|body| body.stream);
     announce_length(&mut request);
     let mut attempt = Attempt {

@@ -119,8 +119,14 @@ pub async fn first_of_body(
         let come = &begun.buffer[begun.headroom + begun.head.len..];
         match begun.head.body {
             ResponseBody::None | ResponseBody::Length(0) => return Ok(()),
-            // A last chunk alone is no body.
-            ResponseBody::Chunked if come.first() == Some(&b'0') => return Err(Fault::Died),
+            ResponseBody::Chunked => {
+                let zeros = come.iter().take_while(|byte| **byte == b'0').count();
+                match come.get(zeros) {
+                    Some(b'\r' | b';') if zeros > 0 => return Err(Fault::Died),
+                    Some(_) => return Ok(()),
+                    None => {}
+                }
+            }
             _ if !come.is_empty() => return Ok(()),
             _ => {}
         }
@@ -156,7 +162,7 @@ struct DoneWatch {
     carry: Vec<u8>,
 }
 
-const DONE: &[u8] = b"data: [DONE]";
+const DONE: &[u8] = b"[DONE]";
 
 impl DoneWatch {
     fn new(wanted: bool) -> Self {
@@ -264,7 +270,16 @@ pub async fn relay(
             return Err(Fault::Malformed("the chunks of the endpoint's answer are malformed"));
         }
         if from < buffer.len() {
-            buffer = client.write(buffer, from, limits.write_timeout).await.map_err(Fault::Client)?;
+            buffer = match client.write(buffer, from, limits.write_timeout).await {
+                Ok(buffer) => buffer,
+                Err(interrupt) => {
+                    if interrupt == Interrupt::OtherLeg {
+                        // How much of the write came through is not known: nothing can follow it.
+                        client.reset();
+                    }
+                    return Err(Fault::Client(interrupt));
+                }
+            };
         }
         began = true;
         if passed.faulty {
@@ -291,7 +306,7 @@ pub async fn relay(
             }
             Err(Interrupt::OtherLeg) => {
                 end_broken(client, &passage, head.event_stream, terms.broken.other_leg, limits).await;
-                return Err(Fault::Broken);
+                return Err(Fault::Client(Interrupt::OtherLeg));
             }
             Err(interrupt) => return Err(Fault::Client(interrupt)),
         };

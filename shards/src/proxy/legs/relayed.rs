@@ -187,34 +187,24 @@ impl Errand<'_> {
                 Ok(Relayed { next: if close { Next::Close } else { Next::Request }, status })
             }
             Err(Fault::Malformed(reason)) => Err(DecodeFault::Malformed(reason)),
-            Err(fault) => Err(DecodeFault::Over(self.broke(client, fault, counted))),
+            Err(fault) => Err(DecodeFault::Over(self.broke(fault, counted))),
         }
     }
 
     /// The answer broke after the client had a part of it.
-    fn broke(&self, client: &Client, fault: Fault, counted: &Counted) -> Failure {
+    fn broke(&self, fault: Fault, counted: &Counted) -> Failure {
         let stats = self.service().shared.stats_of(self.proxy().id);
         match fault {
-            Fault::Client(Interrupt::OtherLeg) => {
-                count(&stats.broken_answers);
-                // In the middle of a write: an end would be taken for the answer's.
-                client.reset();
-            }
+            Fault::Client(Interrupt::OtherLeg) => count(&stats.broken_answers),
             Fault::Client(Interrupt::ClientGone | Interrupt::TimedOut) => count(&stats.client_gone),
             Fault::Client(_) => {}
             _ => {
                 count(&stats.broken_answers);
-                if client.has_companion() || !self.pd_is_concurrent() {
-                    count(&stats.pd.decode_ep_died);
-                    counted.set(LegOutcome::Failed);
-                }
+                count(&stats.pd.decode_ep_died);
+                counted.set(LegOutcome::Failed);
             }
         }
         Failure::Close
-    }
-
-    fn pd_is_concurrent(&self) -> bool {
-        Dialect::of(self.service().engine, self.pd.push).is_some_and(Dialect::is_concurrent)
     }
 
     fn fault(&self, interrupt: Interrupt) -> DecodeFault {
