@@ -113,16 +113,15 @@ fn start(args: &Args, directory: &Path, speed: fn(&mut EngineOptions)) -> anyhow
     let endpoint = |config: &mut String, engine: &EngineHandle, role: u8| {
         let at = engine.http_addr;
         let (ip, port) = (at.ip(), at.port());
-        writeln!(
-            config,
-            "[[rule.endpoints]]\nendpointIP = \"{ip}\"\ntargetPort = {port}\nweight = 1\nep_role = {role}"
-        )
+        writeln!(config, "[[rule.endpoints]]\nendpointIP = \"{ip}\"\ntargetPort = {port}\nweight = 1\nep_role = {role}")
     };
     for (first, second) in prefill.iter().zip(&decode) {
         endpoint(&mut config, first, 1)?;
         endpoint(&mut config, second, 2)?;
     }
-    let rule = format!("\n[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {plain}\nprotocol = \"tcp\"\nkvEngineType = \"{kind}\"\n");
+    let rule = format!(
+        "\n[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {plain}\nprotocol = \"tcp\"\nkvEngineType = \"{kind}\"\n"
+    );
     config.push_str(&rule);
     plain_engines.iter().try_for_each(|engine| endpoint(&mut config, engine, 0))?;
     let file = directory.join(format!("{pd}.toml"));
@@ -244,7 +243,8 @@ fn cancel(args: &Args, directory: &Path, text: &mut String) -> anyhow::Result<Du
                 scope.spawn(move || leave(args, setup.pd, client, next))
             })
             .collect();
-        let joined = clients.into_iter().map(|client| client.join().map_err(|_| anyhow::anyhow!("a client panicked"))?);
+        let joined =
+            clients.into_iter().map(|client| client.join().map_err(|_| anyhow::anyhow!("a client panicked"))?);
         joined.collect::<anyhow::Result<Vec<_>>>().map(|all| all.concat())
     })?;
     std::thread::sleep(Duration::from_millis(500));

@@ -12,11 +12,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
+use crate::disagg::ladder::{Gauge, Places};
+use crate::disagg::stats::PdStats;
 use crate::feedback::Trust;
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
-use crate::disagg::ladder::{Gauge, Places};
-use crate::disagg::stats::PdStats;
 use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;

@@ -14,7 +14,12 @@ use super::metrics::{Families, Labels};
 
 /// Writes them, for rules that have such requests.
 pub(super) fn encode(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
-    let entries: Vec<&Entry> = view.entries.iter().map(std::convert::AsRef::as_ref).filter(|entry: &&Entry| entry.service.pd.is_some()).collect();
+    let entries: Vec<&Entry> = view
+        .entries
+        .iter()
+        .map(std::convert::AsRef::as_ref)
+        .filter(|entry: &&Entry| entry.service.pd.is_some())
+        .collect();
     let Some(first) = entries.first() else { return Ok(()) };
     let legs = entries.iter().flat_map(|entry| {
         ["prefill", "decode"].into_iter().flat_map(move |phase| {
@@ -31,9 +36,9 @@ pub(super) fn encode(families: &mut Families<'_>, view: &View) -> std::fmt::Resu
     // Every service has the same series.
     for place in 0..first.shared.stats[0].pd.series().len() {
         let (name, _) = first.shared.stats[0].pd.series()[place];
-        let samples = entries.iter().map(|entry| {
-            (labels(entry, &[]), sum(entry, |stats| stats.series()[place].1.load(Ordering::Relaxed)))
-        });
+        let samples = entries
+            .iter()
+            .map(|entry| (labels(entry, &[]), sum(entry, |stats| stats.series()[place].1.load(Ordering::Relaxed))));
         families.counter(name, "Requests with two legs: see the documentation of P/D", samples)?;
     }
     type Read = fn(&PdStats) -> &Histogram;
@@ -79,9 +84,9 @@ struct Times {
 impl Times {
     fn of(entry: &Entry, read: fn(&PdStats) -> &Histogram) -> Self {
         let bounds = BUCKETS_MS.iter().map(|ms| *ms as f64 / 1000.0).chain([f64::MAX]);
-        let buckets = bounds.enumerate().map(|(place, bound)| {
-            (bound, sum(entry, |stats| read(stats).buckets[place].load(Ordering::Relaxed)))
-        });
+        let buckets = bounds
+            .enumerate()
+            .map(|(place, bound)| (bound, sum(entry, |stats| read(stats).buckets[place].load(Ordering::Relaxed))));
         let sum_us = sum(entry, |stats| read(stats).sum_us.load(Ordering::Relaxed));
         Times { sum_seconds: sum_us as f64 / 1e6, buckets: buckets.collect() }
     }

@@ -101,7 +101,10 @@ fn compile_place(rule: &Rule, place: &Place) -> Endpoint {
         retired: endpoint.is_none(),
         role: endpoint.map_or(Role::Normal, |endpoint| endpoint.role),
         nixl_port: endpoint.map_or(0, |endpoint| endpoint.nixl_port),
-        nixl_engine_id: endpoint.map(|endpoint| endpoint.nixl_engine_id.as_str()).filter(|id| !id.is_empty()).map(Into::into),
+        nixl_engine_id: endpoint
+            .map(|endpoint| endpoint.nixl_engine_id.as_str())
+            .filter(|id| !id.is_empty())
+            .map(Into::into),
         shared: Arc::clone(&place.shared),
     }
 }

@@ -103,11 +103,8 @@ fn those_who_wait_are_served_in_order_and_a_full_queue_refuses() {
 
 #[test]
 fn nobody_waits_for_ever_and_whoever_waits_for_a_dead_endpoint_is_told() {
-    let mut fleet = fleet(&[
-        ("LLB_PD_MAX_INFLIGHT_PER_EP", "1"),
-        ("LLB_PD_QUEUE_DEPTH_PER_EP", "8"),
-        ("LLB_PD_MAX_PARK_SEC", "1"),
-    ]);
+    let mut fleet =
+        fleet(&[("LLB_PD_MAX_INFLIGHT_PER_EP", "1"), ("LLB_PD_QUEUE_DEPTH_PER_EP", "8"), ("LLB_PD_MAX_PARK_SEC", "1")]);
     let held = hold_one(&fleet);
     let begun = Instant::now();
     assert_eq!(error(&fleet.ask(CHAT, &chat("patient", &json!({})))), (504, "pd_admission_park_timeout".to_owned()));

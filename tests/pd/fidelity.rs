@@ -48,7 +48,11 @@ fn last_decode(fleet: &Fleet) -> LegView {
 fn odd_bodies() -> Vec<Vec<u8>> {
     let model = loadgen::assets::DEMO_MODEL;
     let long = "the lake is deep ".repeat((8 << 20) / 17);
-    let simple = |text: &str| format!("{{\"model\":\"{model}\",\"messages\":[{{\"role\":\"user\",\"content\":\"{text}\"}}],\"max_tokens\":3}}");
+    let simple = |text: &str| {
+        format!(
+            "{{\"model\":\"{model}\",\"messages\":[{{\"role\":\"user\",\"content\":\"{text}\"}}],\"max_tokens\":3}}"
+        )
+    };
     vec![
         format!("  {{ \"model\" :  \"{model}\" ,\t\"messages\":[ {{\"role\":\"user\", \"content\" :\"a  b\"}} ],\r\n\"max_tokens\" : 3 , \"temperature\":1.50e0 }}  \n").into_bytes(),
         simple("caf\\u00e9 \\ud83d\\ude00 \\/ \\\"kv_transfer_params\\\":{}, bootstrap_room").into_bytes(),
@@ -97,7 +101,8 @@ fn members_of_the_gateway_are_refused_from_clients() {
         let answer = fleet.ask(CHAT, &super::chat("the lake", &member));
         assert_eq!((answer.status, answer.json()["error"].as_str()), (400, Some("bad_request")));
         assert!(answer.text().contains("leave it out"), "{}", answer.text());
-        let null: Value = member.as_object().into_iter().flatten().map(|(name, _)| (name.clone(), Value::Null)).collect();
+        let null: Value =
+            member.as_object().into_iter().flatten().map(|(name, _)| (name.clone(), Value::Null)).collect();
         assert_eq!(fleet.ask(CHAT, &super::chat("the lake", &null)).status, 200, "null is absent");
         fleet.assert_clean();
     }

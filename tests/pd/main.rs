@@ -1,8 +1,8 @@
 //! P/D rules end to end: every request goes through a prefill and a decode engine, in each engine's dialect.
 
+mod admission;
 #[path = "../common/mod.rs"]
 mod common;
-mod admission;
 mod fidelity;
 mod matrix;
 mod routing;
@@ -62,7 +62,11 @@ fn streaming_and_plain_requests_go_through_both_legs_in_every_dialect() {
         for place in 0..6 {
             let path = format!("/config/ai/kv/inventory?service_id={}&ep_idx={place}", fleet.service);
             let expected = if place % 2 == 0 { 200 } else { 404 };
-            assert_eq!(fleet.gateway.api(&path).status, expected, "{kind:?} {place}: decode endpoints have no inventory");
+            assert_eq!(
+                fleet.gateway.api(&path).status,
+                expected,
+                "{kind:?} {place}: decode endpoints have no inventory"
+            );
         }
     }
 }

@@ -164,7 +164,8 @@ fn generation(params: &str, ids: &Value) -> Vec<u8> {
     body.pop();
     let params = params.replacen("context_only", "generation_only", 1);
     let ids = ids.to_string();
-    [&body[..], b",\"disaggregated_params\":", params.as_bytes(), b",\"prompt_token_ids\":", ids.as_bytes(), b"}"].concat()
+    [&body[..], b",\"disaggregated_params\":", params.as_bytes(), b",\"prompt_token_ids\":", ids.as_bytes(), b"}"]
+        .concat()
 }
 
 #[test]

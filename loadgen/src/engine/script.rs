@@ -38,7 +38,8 @@ pub async fn respond(mut answer: Answer, stream: bool, fault: Option<LegFault>) 
         }
         (Some(body), Some(fault)) => {
             let length = body.len().to_string();
-            let body = play(Halves { answer, rest: vec![body.slice(body.len() / 2..), body.slice(..body.len() / 2)] }, fault);
+            let body =
+                play(Halves { answer, rest: vec![body.slice(body.len() / 2..), body.slice(..body.len() / 2)] }, fault);
             ([(header::CONTENT_TYPE, JSON.to_owned()), (header::CONTENT_LENGTH, length)], body).into_response()
         }
     }

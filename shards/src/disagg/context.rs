@@ -75,8 +75,8 @@ pub fn read(answer: &[u8]) -> Result<Context, ContextError> {
         return Ok(Context::Finished);
     }
     let params = choice.disaggregated_params.ok_or(ContextError("has no `disaggregated_params`"))?;
-    let mut params =
-        Splice::of(params.get().as_bytes()).map_err(|_| ContextError("has `disaggregated_params` that are no object"))?;
+    let mut params = Splice::of(params.get().as_bytes())
+        .map_err(|_| ContextError("has `disaggregated_params` that are no object"))?;
     if params.value("ctx_request_id").is_none_or(|id| id == b"null") {
         return Err(ContextError("names no `ctx_request_id`"));
     }
@@ -233,7 +233,10 @@ mod tests {
             let params = PARAMS.replace("context_only", "generation_only");
             assert_eq!(String::from_utf8_lossy(&handover.params), params);
             let chat = spliced(r#"{"messages":[]}"#, |body| decode(body, Api::ChatCompletions, &handover));
-            assert_eq!(chat, format!(r#"{{"messages":[],"disaggregated_params":{params},"prompt_token_ids":[1, 2,3]}}"#));
+            assert_eq!(
+                chat,
+                format!(r#"{{"messages":[],"disaggregated_params":{params},"prompt_token_ids":[1, 2,3]}}"#)
+            );
             let text = spliced(r#"{"prompt" : "x" }"#, |body| decode(body, Api::Completions, &handover));
             assert_eq!(text, format!(r#"{{"prompt" : [1, 2,3],"disaggregated_params":{params} }}"#));
         }
@@ -263,7 +266,10 @@ mod tests {
             ("{}", "no JSON object with choices"),
             (r#"{"choices":[]}"#, "exactly one choice"),
             (r#"{"choices":[{"finish_reason":"length"}]}"#, "no `disaggregated_params`"),
-            (r#"{"choices":[{"finish_reason":"length","disaggregated_params":{"ctx_request_id":null}}]}"#, "ctx_request_id"),
+            (
+                r#"{"choices":[{"finish_reason":"length","disaggregated_params":{"ctx_request_id":null}}]}"#,
+                "ctx_request_id",
+            ),
         ] {
             assert!(read(answer.as_bytes()).expect_err(answer).to_string().contains(named), "{answer}");
         }

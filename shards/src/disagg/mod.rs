@@ -29,8 +29,9 @@ use std::time::Duration;
 use crate::prompt::{Api, Splice, SpliceError};
 use crate::service::Engine;
 
-/// Bytes of a prefill leg's answer that are read. A longer one hands nothing over.
-pub const ANSWER_BYTES_MAX: usize = 8 * 1024 * 1024;
+/// Bytes of a prefill leg's answer that are read: TensorRT-LLM's repeats the prompt's ids. A longer one is a failure of the
+/// leg.
+pub const ANSWER_BYTES_MAX: usize = 32 * 1024 * 1024;
 
 /// How two engines of a service are made to work on one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

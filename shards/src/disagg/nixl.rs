@@ -106,7 +106,8 @@ mod tests {
     #[test]
     fn params_are_taken_as_they_are_spelled_or_not_at_all() {
         let spelled = r#"{ "remote_block_ids" : [[1 ,2]],"x":1.50e3, "nested":{"a":[{}],"b":"\u00e9"} }"#;
-        let answer = format!(r#"{{"choices":[{{"kv_transfer_params":0}}],"kv_transfer_params":{spelled},"usage":{{}}}}"#);
+        let answer =
+            format!(r#"{{"choices":[{{"kv_transfer_params":0}}],"kv_transfer_params":{spelled},"usage":{{}}}}"#);
         assert_eq!(params(answer.as_bytes()).as_deref(), Some(spelled.as_bytes()));
         let decoded = made(r#"{ "prompt":"x" }"#, |body| decode(body, spelled.as_bytes()));
         assert_eq!(decoded, format!(r#"{{ "prompt":"x","kv_transfer_params":{spelled} }}"#));

@@ -93,8 +93,7 @@ pub struct BrokenEvents {
     pub other_leg: &'static str,
 }
 
-const DIED: &str =
-    "\n\ndata: {\"error\":\"pd_decode_backend_died\",\"detail\":\"the decode endpoint ended the answer before its end\"}\n\n";
+const DIED: &str = "\n\ndata: {\"error\":\"pd_decode_backend_died\",\"detail\":\"the decode endpoint ended the answer before its end\"}\n\n";
 const IDLE: &str = "\n\ndata: {\"error\":\"pd_idle_timeout\",\"detail\":\"the decode endpoint fell silent\"}\n\n";
 
 /// Those of a dialect.

@@ -327,13 +327,7 @@ pub async fn relay(
 /// Ends an answer that broke, so that no client can take it for a whole one: chunks stay without their last, a length
 /// unfulfilled; a stream of events gets an event that says so, where one can stand. All that the passage went over has
 /// been written.
-async fn end_broken(
-    client: &mut Client,
-    passage: &Passage,
-    event_stream: bool,
-    broken: &'static str,
-    limits: &Limits,
-) {
+async fn end_broken(client: &mut Client, passage: &Passage, event_stream: bool, broken: &'static str, limits: &Limits) {
     let event = match passage {
         // Where the endpoint sent its last chunk too early, that was held back.
         Passage::AsIs(tracker @ BodyTracker::Chunked(scanner))

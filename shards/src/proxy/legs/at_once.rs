@@ -120,23 +120,12 @@ impl Task<'_, '_> {
         }
     }
 
-    async fn open(
-        &self,
-        client: &mut Client,
-        index: EndpointIndex,
-        fresh: bool,
-    ) -> Result<Option<Upstream>, Failure> {
+    async fn open(&self, client: &mut Client, index: EndpointIndex, fresh: bool) -> Result<Option<Upstream>, Failure> {
         if fresh { self.errand.connect_fresh(client, index).await } else { self.errand.connect(client, index).await }
     }
 
     /// Notes a prefill leg that failed, and whether it may be tried again.
-    fn again(
-        &self,
-        index: EndpointIndex,
-        fault: LegFault,
-        fresh: bool,
-        tried: &mut Tried,
-    ) -> Result<(), Failure> {
+    fn again(&self, index: EndpointIndex, fault: LegFault, fresh: bool, tried: &mut Tried) -> Result<(), Failure> {
         if fault == (LegFault::Died { without_a_byte: true }) && !fresh && tried.stale == 0 {
             // It may have been a kept connection that had ended.
             count(&self.errand.stats().connect_retry_same_ep);

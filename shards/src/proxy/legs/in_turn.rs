@@ -124,12 +124,7 @@ impl Task<'_, '_> {
     }
 
     /// Notes a prefill leg that failed; refuses the request if it was not the first.
-    pub(super) fn note_failure(
-        &self,
-        index: EndpointIndex,
-        fault: LegFault,
-        tried: &mut Tried,
-    ) -> Result<(), Failure> {
+    pub(super) fn note_failure(&self, index: EndpointIndex, fault: LegFault, tried: &mut Tried) -> Result<(), Failure> {
         let stats = self.errand.stats();
         let what = match fault {
             LegFault::Died { .. } => {

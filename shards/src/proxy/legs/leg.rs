@@ -221,7 +221,11 @@ mod tests {
     fn an_answer_is_whole_at_its_end_however_it_comes() {
         for (parts, ends, expected) in [
             (&["HTTP/1.1 200 OK\r\nContent-Le", "ngth: 5\r\n\r\nhel", "lo"][..], false, (200, "hello", true)),
-            (&["HTTP/1.1 400 No\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n", "3\r\nllo\r\n0\r\n\r\n"], false, (400, "hello", true)),
+            (
+                &["HTTP/1.1 400 No\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n", "3\r\nllo\r\n0\r\n\r\n"],
+                false,
+                (400, "hello", true),
+            ),
             (&["HTTP/1.1 200 OK\r\n\r\nhel", "lo"], true, (200, "hello", false)),
             (&["HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n"], false, (503, "", true)),
             (&["HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nxy"], false, (200, "x", false)),

@@ -64,11 +64,7 @@ pub struct Relayed {
 
 impl Errand<'_> {
     /// A connection to an endpoint, kept or new; none when it refused.
-    pub(super) async fn connect(
-        &self,
-        client: &mut Client,
-        index: EndpointIndex,
-    ) -> Result<Option<Upstream>, Failure> {
+    pub(super) async fn connect(&self, client: &mut Client, index: EndpointIndex) -> Result<Option<Upstream>, Failure> {
         match self.attempt.local.pools[index.index()].take(self.proxy().limits.upstream_idle_max) {
             Some(upstream) => Ok(Some(upstream)),
             None => self.connect_fresh(client, index).await,
@@ -162,9 +158,8 @@ impl Errand<'_> {
         }
         let stats = self.service().shared.stats_of(proxy.id);
         count(&stats.responses[usize::from(status / 100).min(5)]);
-        let close = !self.request().head.keep_alive
-            || proxy.draining.get()
-            || begun.head.body == ResponseBody::UntilClose;
+        let close =
+            !self.request().head.keep_alive || proxy.draining.get() || begun.head.body == ResponseBody::UntilClose;
         let added = self.lines_for_client(relaying, at, begun.head.has_request_id, close);
         let added = if added.len() <= headroom { added } else { close_line(close) };
         let terms = Terms {
@@ -285,6 +280,8 @@ impl Errand<'_> {
             let relaying = Relaying { route, dialect: None, first_byte: None, again: false };
             match self.send(client, upstream, message, &relaying).await {
                 Ok(relayed) => return Ok(relayed.next),
+                // Nothing was sent.
+                Err(DecodeFault::Stale(_)) if !tried.is_over() => tried.decode.push(index),
                 Err(DecodeFault::Died) if tried.failures == 0 && self.attempt.api.is_some() && !tried.is_over() => {
                     tried.failures += 1;
                     tried.decode.push(index);
