@@ -4,11 +4,14 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use kvlane::ingest::{check_any_event_bytes, check_any_framing, check_any_state_file, check_any_trtllm_json};
+use shards::prompt::{check_any_body, check_any_template};
 
 /// Every target with the fewest files its corpus may have, and the property that it checks.
 type Target = (&'static str, usize, fn(&[u8]));
-const TARGETS: [Target; 4] = [
+const TARGETS: [Target; 6] = [
+    ("chat_template", 32, check_any_template),
     ("event_batch", 40, check_any_event_bytes),
+    ("request_body", 56, check_any_body),
     ("state_file", 18, check_any_state_file),
     ("trtllm_json", 26, check_any_trtllm_json),
     ("zmq_framing", 9, check_any_framing),

@@ -90,3 +90,90 @@ pub fn held_anywhere(kv: &KvExact, prompt_tokens: u64, runs: &[Run]) -> u64 {
     let in_device = runs.iter().filter(|run| run.medium == Medium::Device);
     in_device.map(|run| usable_tokens(kv, prompt_tokens, run)).max().unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
+    use crate::feedback::Compared;
+    use crate::ids::ServiceId;
+    use crate::inventory;
+    use crate::load::LoadSlot;
+    use crate::service::{Endpoint, EndpointShared};
+
+    /// Two endpoints of so many ranks; a header chooses the rank at the first.
+    fn service(ranks: u8) -> Service {
+        let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
+        let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED));
+        let endpoint = |index: u16| {
+            let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 1);
+            shared.set_conveys_rank(index == 0);
+            Endpoint::at(([127, 0, 0, 1], 9_000 + index).into(), shared)
+        };
+        let listen = ([127, 0, 0, 1], 8_000).into();
+        let plain = Service::plain(ServiceId(0), listen, (0..2).map(endpoint).collect(), 1);
+        Service { kv: Some(KvExact { ranks, ..KvExact::with_defaults(16, contract, inventory) }), ..plain }
+    }
+
+    fn run(endpoint: u16, rank: u8, blocks: u32) -> Run {
+        Run { endpoint: EndpointIndex(endpoint), rank: Rank(rank), medium: Medium::Device, blocks, block_tokens: None }
+    }
+
+    /// (endpoint, rank, tokens) of the runs that count.
+    fn counts(service: &Service, runs: &[Run], named: NamedRank, turn: u32) -> Vec<(u16, u8, u64)> {
+        let runs = believed(service, 1_601, runs, named, turn).unwrap_or_else(|| runs.to_vec());
+        let tokens = |run: &Run| u64::from(run.blocks) * u64::from(run.block_tokens.map_or(16, NonZeroU32::get));
+        runs.iter().map(|run| (run.endpoint.0, run.rank.0, tokens(run))).collect()
+    }
+
+    #[test]
+    fn a_rank_that_can_be_named_counts_itself_and_one_that_cannot_as_the_mean_of_all() {
+        let service = service(4);
+        let runs = [run(0, 2, 10), run(1, 0, 7), run(1, 3, 4)];
+        // 11 of 4 × 16 tokens.
+        assert_eq!(counts(&service, &runs, NamedRank::No, 0), [(0, 2, 160), (1, 0, 44)]);
+        let beyond = [run(1, 0, 400)];
+        assert_eq!(counts(&service, &beyond, NamedRank::No, 0), [(1, 0, 400)], "100 blocks of the prompt can hit");
+    }
+
+    #[test]
+    fn equal_ranks_take_turns() {
+        let service = service(4);
+        let runs: Vec<_> = (0..4).map(|rank| run(0, rank, 5)).collect();
+        let first = |turn| counts(&service, &runs, NamedRank::No, turn)[0].1;
+        assert_eq!((0..8).map(first).collect::<Vec<_>>(), [0, 1, 2, 3, 0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn the_rank_that_a_client_names_counts() {
+        let service = service(4);
+        let runs = [run(0, 1, 10), run(0, 2, 20), run(1, 1, 8)];
+        let named = |rank| NamedRank::Yes(Some(Rank(rank)));
+        assert_eq!(counts(&service, &runs, named(1), 0), [(0, 1, 160), (1, 0, 32)]);
+        assert_eq!(counts(&service, &runs, named(3), 0), [(1, 0, 32)]);
+        assert_eq!(counts(&service, &runs, NamedRank::Yes(None), 0), [(0, 0, 120), (1, 0, 32)]);
+    }
+
+    #[test]
+    fn with_one_rank_each_runs_stay_as_they_are_unless_an_endpoint_is_demoted() {
+        let service = service(1);
+        let runs = [run(0, 0, 10), run(1, 0, 20)];
+        assert_eq!(believed(&service, 1_601, &runs, NamedRank::No, 0), None);
+        let wrong = Compared { predicted: 160, cached: 80, block_tokens: 16 };
+        (0..100).for_each(|_| _ = service.endpoints[1].shared.trust.note(wrong));
+        service.shared.demoted.store(1, Ordering::Relaxed);
+        assert_eq!(counts(&service, &runs, NamedRank::No, 0), [(0, 0, 160), (1, 0, 160)]);
+        let never = Compared { cached: 0, ..wrong };
+        (0..100).for_each(|_| _ = service.endpoints[1].shared.trust.note(never));
+        assert_eq!(counts(&service, &runs, NamedRank::No, 0), [(0, 0, 160)]);
+    }
+
+    #[test]
+    fn what_anybody_holds_is_capped_by_what_can_hit() {
+        let service = service(1);
+        let kv = service.kv.as_ref().expect("a KV rule");
+        assert_eq!(held_anywhere(kv, 1_601, &[run(0, 0, 10), run(1, 0, 20)]), 320);
+        assert_eq!(held_anywhere(kv, 160, &[run(0, 0, 10)]), 144);
+        assert_eq!(held_anywhere(kv, 160, &[]), 0);
+    }
+}

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam::queue::ArrayQueue;
 
+use crate::bos::OtherBos;
 use crate::ids::BlockKey;
 
 /// Keys of one prediction: the first ones that the endpoint did not hold.
@@ -40,6 +41,8 @@ pub struct Prediction {
     len: usize,
     /// The prompt.
     pub kind: PromptKind,
+    /// The first block, had the prompt begun with the begin-of-text token, or without it, unlike the keys say.
+    pub other_bos: Option<OtherBos>,
 }
 
 impl Prediction {
@@ -50,7 +53,7 @@ impl Prediction {
         let len = rest.len().min(PREDICTED_MAX);
         let mut keys = [BlockKey(0); PREDICTED_MAX];
         keys[..len].copy_from_slice(&rest[..len]);
-        (len > 0).then_some(Prediction { first: held, keys, len, kind })
+        (len > 0).then_some(Prediction { first: held, keys, len, kind, other_bos: None })
     }
 
     /// The keys, in order.

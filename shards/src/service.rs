@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
+use crate::bos::{BosEvidence, BosSettings};
 use crate::disagg::ladder::{Gauge, Places};
 use crate::disagg::stats::PdStats;
 use crate::feedback::Trust;
@@ -371,6 +372,8 @@ pub struct ServiceShared {
     pub pd_total: Arc<Gauge>,
     /// Endpoints that are demoted; see [`Trust`].
     pub demoted: AtomicU32,
+    /// Begin-of-text tokens, where use has shown what files and rule do not say.
+    pub bos: BosSettings,
     /// Counters, a row per shard.
     pub stats: Box<[ServiceStats]>,
 }
@@ -384,6 +387,7 @@ impl ServiceShared {
             zero_hits: ZeroHits::default(),
             pd_total: Arc::default(),
             demoted: AtomicU32::new(0),
+            bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
     }
@@ -576,6 +580,8 @@ pub struct EndpointShared {
     pub rates: Rates,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
+    /// Which begin-of-text its engine puts before texts, where it is another than expected.
+    pub bos: BosEvidence,
     /// What its engine says of its cache, for the ingest thread.
     pub usage: Statements,
     /// How far predictions for it are believed.
@@ -602,6 +608,7 @@ impl EndpointShared {
             engine: EngineLoad::default(),
             rates: Rates::default(),
             predictions: Predictions::default(),
+            bos: BosEvidence::default(),
             usage: Statements::default(),
             trust: Trust::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),

@@ -22,6 +22,7 @@ use shards::service::{Endpoint, EndpointStats, MissReason, ServiceStats};
 use crate::supervise::{Control, Entry, ShardView, View};
 
 use super::Context;
+use super::answers::refusal;
 
 pub(super) fn registry(control: Control) -> Registry {
     let mut registry = Registry::default();
@@ -29,7 +30,15 @@ pub(super) fn registry(control: Control) -> Registry {
     registry
 }
 
+/// A counter as it stands.
+pub(super) fn read(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
+}
+
 pub(super) async fn scrape(State(context): State<Context>) -> Response {
+    if !context.shows_metrics.load(Ordering::Relaxed) {
+        return refusal(StatusCode::SERVICE_UNAVAILABLE, "Prometheus option is disabled");
+    }
     let mut text = String::new();
     match prometheus_client::encoding::text::encode(&mut text, &context.registry) {
         Ok(()) => ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text)

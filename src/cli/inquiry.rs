@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
+use shards::http::reply::complete;
 use shards::ids::BlockKey;
 use shards::prompt::{Api, Job, Keying, Model, Rendering, Step};
 use shards::service::MissReason;
@@ -72,13 +73,12 @@ impl Gateway {
 
     fn get(&self, path: &str) -> Result<Value, String> {
         let answer = self.exchange(path).map_err(|error| format!("{}{path}: {error}", self.address))?;
-        let head = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n");
-        let (head, body) = answer.split_at(head.map_or(answer.len(), |at| at + 4));
-        if !head.starts_with(b"HTTP/1.1 200") {
-            let line = head.split(|byte| *byte == b'\r').next().unwrap_or_default();
-            return Err(format!("{}{path}: {}", self.address, String::from_utf8_lossy(line)));
+        let reply = complete(&answer, true).ok().flatten();
+        let reply = reply.ok_or_else(|| format!("{}{path}: no HTTP, or only a part of an answer", self.address))?;
+        if reply.status != 200 {
+            return Err(format!("{}{path}: status {}", self.address, reply.status));
         }
-        serde_json::from_slice(body).map_err(|error| format!("{}{path}: {error}", self.address))
+        serde_json::from_slice(&reply.body).map_err(|error| format!("{}{path}: {error}", self.address))
     }
 
     fn exchange(&self, path: &str) -> std::io::Result<Vec<u8>> {

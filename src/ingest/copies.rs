@@ -37,6 +37,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use shards::block::Contract;
+use shards::bos::BosEvidence;
 use shards::ids::BlockKey;
 use shards::inventory::{Medium, Space};
 use shards::service::MediumWeights;
@@ -303,9 +304,9 @@ impl Copies {
     }
 
     /// Judges what was predicted of the endpoint; a change of its alarm.
-    pub(crate) fn judge(&mut self, now: Instant, stats: &UseStats) -> Option<Option<UseLeg>> {
+    pub(crate) fn judge(&mut self, now: Instant, stats: &UseStats, bos: &BosEvidence) -> Option<Option<UseLeg>> {
         let ranks = &self.ranks;
-        self.by_use.judge(now, stats, |key| ranks.iter().any(|rank| rank.has(key, Medium::Device)))
+        self.by_use.judge(now, stats, bos, |key| ranks.iter().any(|rank| rank.has(key, Medium::Device)))
     }
 
     /// Takes what one rank holds out of the endpoint's sums.

@@ -4,7 +4,8 @@
 //! the wrong tokens. A prediction is judged a moment after the answer, by the blocks announced until then. One that is
 //! fulfilled clears everything; [`MISSES_MAX`] in a row that are not raise one alarm for the endpoint, which names the
 //! leg by where they first differ. An engine that holds a prompt since before we listened announces nothing of it:
-//! without as many *new* first blocks as misses, none of them counts.
+//! without as many *new* first blocks as misses, none of them counts. A prompt whose first block is stored as it would be
+//! with the other begin-of-text is evidence for that ([`shards::bos`]).
 //!
 //! No I/O; the clock comes in.
 
@@ -14,6 +15,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use shards::bos::BosEvidence;
 use shards::ids::BlockKey;
 use shards::predictions::{Prediction, PromptKind};
 
@@ -168,12 +170,21 @@ impl ByUse {
         &mut self,
         now: Instant,
         stats: &UseStats,
+        bos: &BosEvidence,
         holds: impl Fn(BlockKey) -> bool,
     ) -> Option<Option<UseLeg>> {
         let before = stats.alarm.load(Ordering::Relaxed);
         while let Some((_, prediction)) = self.waiting.pop_front_if(|(due, _)| *due <= now) {
             let there = |key: &&BlockKey| holds(**key) || self.evicted.contains(key);
             let held = prediction.keys().iter().take_while(there).count();
+            if let Some(other) = prediction.other_bos.filter(|_| prediction.first == 0) {
+                match held {
+                    // It stores what the prompt would be with the other beginning.
+                    0 if there(&&other.first) => bos.confirm(&other),
+                    0 => {}
+                    _ => bos.refute(&other),
+                }
+            }
             if held == prediction.keys().len() {
                 add(&stats.fulfilled, 1);
                 (self.misses, self.firsts) = Default::default();
@@ -197,17 +208,25 @@ impl ByUse {
 
 #[cfg(test)]
 mod tests {
+    use shards::bos::{BosSettings, OtherBos};
+
     use super::*;
 
     struct Bench {
         by_use: ByUse,
         stats: UseStats,
+        bos: BosEvidence,
         now: Instant,
     }
 
     impl Bench {
         fn new() -> Self {
-            Bench { by_use: ByUse::default(), stats: UseStats::default(), now: Instant::now() }
+            Bench {
+                by_use: ByUse::default(),
+                stats: UseStats::default(),
+                bos: BosEvidence::default(),
+                now: Instant::now(),
+            }
         }
 
         /// One prompt of eight blocks of which the endpoint had the first `had`, and has `holds` when judged.
@@ -215,9 +234,9 @@ mod tests {
             let keys: Vec<_> = (0..8).map(BlockKey).collect();
             self.by_use.predicted(Prediction::new(&keys, had, kind).expect("some are not held"), self.now);
             self.by_use.first_block();
-            assert_eq!(self.by_use.judge(self.now, &self.stats, |_| false), None, "its time has not come");
+            assert_eq!(self.by_use.judge(self.now, &self.stats, &self.bos, |_| false), None, "its time has not come");
             self.now += GRACE;
-            self.by_use.judge(self.now, &self.stats, |key| holds.contains(&key.0))
+            self.by_use.judge(self.now, &self.stats, &self.bos, |key| holds.contains(&key.0))
         }
     }
 
@@ -251,6 +270,27 @@ mod tests {
     }
 
     #[test]
+    fn the_other_beginning_is_noticed_by_the_block_that_it_leads_to() {
+        let mut bench = Bench::new();
+        let settings = BosSettings::default();
+        let model = settings.place("m").expect("there is room");
+        let other = OtherBos { model, adds: true, first: BlockKey(77) };
+        let mut prompt = |first: u32, holds: u64| {
+            let keys: Vec<_> = (0..8).map(BlockKey).collect();
+            let mut prediction = Prediction::new(&keys, first, PromptKind::Completion).expect("some are not held");
+            prediction.other_bos = Some(other);
+            bench.by_use.predicted(prediction, bench.now);
+            bench.now += GRACE;
+            bench.by_use.judge(bench.now, &bench.stats, &bench.bos, |key| key.0 == holds);
+            settings.learn(&bench.bos).count()
+        };
+        let learned: Vec<usize> = [77, 77, 5, 77].map(|holds| prompt(0, holds)).into();
+        assert_eq!(learned, [0, 0, 0, 1], "what holds neither shows nothing");
+        assert_eq!([0, 0, 77, 77, 0, 77].map(|holds| prompt(0, holds)), [0; 6], "as expected in between");
+        assert_eq!([77, 77, 77].map(|holds| prompt(2, holds)), [0; 3], "the first block was held before");
+    }
+
+    #[test]
     fn what_was_evicted_was_there() {
         let mut bench = Bench::new();
         for number in 0..5_000 {
@@ -280,7 +320,7 @@ mod tests {
         (0..10 * WAITING_MAX).for_each(|_| bench.by_use.predicted(prediction, bench.now));
         assert_eq!(bench.by_use.waiting.len(), WAITING_MAX);
         bench.by_use.forget();
-        bench.by_use.judge(bench.now + GRACE, &bench.stats, |_| false);
+        bench.by_use.judge(bench.now + GRACE, &bench.stats, &bench.bos, |_| false);
         assert_eq!(bench.stats.status(), UseStatus::default());
     }
 }

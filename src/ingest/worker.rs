@@ -109,9 +109,9 @@ impl Endpoint {
         let change = match &mut self.drain {
             Some(drain) => {
                 drain.tell(&mut self.copies.by_use);
-                self.copies.by_use.judge(now, &self.by_use, |key| drain.holds(key, writer))
+                self.copies.by_use.judge(now, &self.by_use, &self.shared.bos, |key| drain.holds(key, writer))
             }
-            None => self.copies.judge(now, &self.by_use),
+            None => self.copies.judge(now, &self.by_use, &self.shared.bos),
         };
         match change {
             Some(Some(leg)) => {

@@ -174,8 +174,9 @@ fn check_refusals(fields: &mut Fields<'_>, report: &mut Report) {
     }
     if let Some(oper) = fields.int_in(report, "oper", 0..=2)
         && oper != 0
+        && report.dialect == Dialect::File
     {
-        fields.not_yet(report, "oper", format!("{oper} is not built yet: post the whole rule with oper 0"));
+        fields.invalid(report, "oper", format!("{oper} is refused: a file has whole rules, so leave oper out"));
     }
     if fields.flag(report, "adminStateUp") == Some(false) {
         fields.not_yet(
@@ -191,7 +192,7 @@ fn check_refusals(fields: &mut Fields<'_>, report: &mut Report) {
     }
 }
 
-fn read_key(fields: &mut Fields<'_>, report: &mut Report) -> RuleKey {
+pub(super) fn read_key(fields: &mut Fields<'_>, report: &mut Report) -> RuleKey {
     let port = read_port(fields, report);
     let port_max = fields.int_in(report, "portMax", 0..=65_535).unwrap_or(0);
     if port_max != 0 && port_max != i64::from(port) {

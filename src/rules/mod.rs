@@ -27,7 +27,9 @@ mod pools;
 mod prompts;
 mod proxy;
 mod readback;
+mod request;
 mod seal;
+pub mod table;
 mod token;
 
 use std::collections::BTreeMap;
@@ -46,6 +48,7 @@ pub use check::{check, check_file, check_request};
 pub use defaults::{DrainPoll, KvDefaults, PdDefaults};
 pub use prompts::PromptOptions;
 pub use readback::{contract_of, readback};
+pub use request::{Oper, Purpose, purpose_of};
 pub use seal::Nonce;
 pub use token::{EngineToken, TokenError};
 

@@ -127,7 +127,7 @@ const REFUSED_LISTS: &[(&str, &str)] = &[
 ];
 
 /// Read-only members of a readback, tolerated so that a readback can be posted again.
-const READ_ONLY: &[&str] = &["service_id", "warnings"];
+const READ_ONLY: &[&str] = &["service_id", "source", "warnings"];
 
 /// Reads the options of `serviceArguments` that have no effect.
 pub(super) fn read_others(fields: &mut Fields<'_>, report: &mut Report, rule: &mut Rule) {

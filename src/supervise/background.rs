@@ -64,6 +64,10 @@ async fn probe_all(control: Control) {
             note_access(&control, &target, &answer);
             match answer {
                 Answer::Unasked(reason) => unasked = Some(reason),
+                // Someone said so, whatever it answers.
+                _ if control.holds.has(target.address) => {
+                    target.shared.mark_down();
+                }
                 answer => judge(monitors.entry(target.key).or_default(), &target, answer.is_alive()),
             }
         }

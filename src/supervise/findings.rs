@@ -2,7 +2,8 @@
 //! calls that are refused.
 //!
 //! **Invariant.** One task looks, once a period, and keeps the outcome for API and metrics; the log hears of every change
-//! once. Nothing here changes how requests are routed.
+//! once. Nothing here changes how requests are routed, but for the begin-of-text token: what endpoints have shown of it is
+//! taken over here.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,6 +41,8 @@ pub enum EndpointLeg {
     BlockSize,
     /// Its answers keep reporting fewer cached tokens than it announced.
     Usage,
+    /// It puts a begin-of-text token before texts, or not, unlike the model's files or the rule say.
+    Bos,
 }
 
 impl EndpointLeg {
@@ -53,6 +56,7 @@ impl EndpointLeg {
             EndpointLeg::Access => "access",
             EndpointLeg::BlockSize => "block_size",
             EndpointLeg::Usage => "usage",
+            EndpointLeg::Bos => "bos",
         }
     }
 }
@@ -106,6 +110,7 @@ pub(super) async fn watch_all(control: Control) {
                 findings.extend(model(&control, entry, &found, &models));
                 findings
                     .extend(drains.iter().find(|drain| is_of(drain, key)).and_then(|drain| block_size(entry, drain)));
+                findings.extend(bos(entry, place));
                 findings.extend(silence(&mut watches, key, entry, place, streams.get(&key).map_or(&[], Vec::as_slice)));
                 if !findings.is_empty() {
                     all.insert(key, findings);
@@ -139,6 +144,30 @@ fn block_size(entry: &Entry, drain: &DrainStatus) -> Option<EndpointFinding> {
          them matches a prompt, and it is served by sel"
     );
     Some(EndpointFinding { leg: EndpointLeg::BlockSize, detail })
+}
+
+/// Takes over what an endpoint has shown of the begin-of-text token, and says what is corrected.
+fn bos(entry: &Entry, place: &Place) -> Option<EndpointFinding> {
+    let settings = &entry.shared.bos;
+    for (model, adds) in settings.learn(&place.shared.bos) {
+        let service_id = entry.id.0;
+        info!(service_id, model, adds, "kvAddBos is corrected: an endpoint stores prompts as they begin this way");
+    }
+    let given = entry.rule.kv.as_ref().and_then(|kv| kv.prompts.add_bos);
+    let says = |(model, adds): (&str, bool)| {
+        let (does, source) = match (adds, given) {
+            (true, Some(_)) => ("put a begin-of-text token before texts", "kvAddBos is false"),
+            (true, None) => ("put a begin-of-text token before texts", "tokenizer.json does not"),
+            (false, Some(_)) => ("put no begin-of-text token before texts", "kvAddBos is true"),
+            (false, None) => ("put no begin-of-text token before texts", "tokenizer.json does"),
+        };
+        // A rule that says what is corrected is no fault any more.
+        (given != Some(adds)).then(|| {
+            format!("the engines {does} of {model}, and {source}: prompts are keyed as they do; set kvAddBos to {adds}")
+        })
+    };
+    let detail = settings.all().filter_map(says).collect::<Vec<_>>().join("; ");
+    (!detail.is_empty()).then_some(EndpointFinding { leg: EndpointLeg::Bos, detail })
 }
 
 fn access(entry: &Entry, found: &Found) -> Option<EndpointFinding> {

@@ -45,7 +45,7 @@ pub(super) async fn scrape_all(control: Control) {
     loop {
         tick.tick().await;
         let view = control.view();
-        let mut waiting = view.entries.iter().flat_map(|entry| targets(entry));
+        let mut waiting = view.entries.iter().flat_map(targets);
         let mut reading = JoinSet::new();
         for target in waiting.by_ref().take(READ_MAX) {
             reading.spawn(read(target));

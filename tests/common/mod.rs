@@ -7,6 +7,7 @@ pub mod engines;
 pub mod fleet;
 pub mod gateway;
 pub mod pd;
+pub mod schema;
 pub mod seccomp;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};

@@ -8,7 +8,7 @@ use super::scan::{Member, Scan};
 /// Top-level members of a request body that the gateway reads: raw JSON text inside the body, decoded when used.
 ///
 /// A repeated member counts by its last value, as in Python. An explicit `null` is like an absent member.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BodyView<'a> {
     /// `model`, unescaped; none when it is no string.
     pub model: Option<Cow<'a, str>>,
@@ -62,7 +62,7 @@ pub struct BodyView<'a> {
 }
 
 /// Members that ask for probabilities of tokens.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Logprobs {
     /// `prompt_logprobs` or `prompt_logprob_token_ids`.
     of_prompt: bool,
@@ -79,7 +79,8 @@ impl<'a> BodyView<'a> {
     #[must_use]
     pub fn parse(body: &'a [u8]) -> Option<Self> {
         let mut scan = BodyScan::new(body);
-        while !scan.step(usize::MAX)? {}
+        // Each byte is looked at twice: the second time it is still near.
+        while !scan.step(STEP_BYTES)? {}
         Some(scan.view)
     }
 
@@ -275,6 +276,8 @@ impl<'a> BodyScan<'a> {
     }
 }
 
+/// Bytes looked at in one step where nobody has to be let by.
+const STEP_BYTES: usize = 16 * 1024;
 /// Bytes of a member's name as it stands, beyond which it is none that is read.
 const NAME_BYTES_MAX: usize = 256;
 /// Bytes of a model's name as it stands in the body. A longer one is like none.

@@ -7,18 +7,65 @@ use minijinja::{Error, ErrorKind, State, Value};
 
 use super::pyvalue::{self, PyDict};
 
+/// Bytes of data that one unit of a render's fuel pays for.
+const BYTES_PER_FUEL: usize = 64;
+/// Most digits of a width or a precision in a format. Beyond it the render fails.
+const FORMAT_DIGITS_MAX: usize = 4;
+
+/// Takes fuel for bytes that are made or looked at, before they are.
+///
+/// # Errors
+/// The render's fuel is used up.
+pub(super) fn pay_for(state: &State, bytes: usize) -> Result<(), Error> {
+    state.consume_fuel((bytes / BYTES_PER_FUEL) as u64)
+}
+
 /// Calls a method on a value.
-pub(super) fn call(_state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let (args, kwargs): (&[Value], Kwargs) = from_args(args)?;
     let args = Args { args, kwargs };
+    let looked_at = match value.as_str() {
+        Some(text) => text.len(),
+        None => value.len().unwrap_or(0).saturating_mul(size_of::<Value>()),
+    };
+    pay_for(state, looked_at)?;
     let result = match value.kind() {
-        ValueKind::String => string(value.as_str().unwrap_or_default(), method, &args)?,
+        ValueKind::String => {
+            let text = value.as_str().unwrap_or_default();
+            pay_for(state, made(text, method, &args)?)?;
+            string(text, method, &args)?
+        }
         ValueKind::Map => dict(value, method, &args)?,
         ValueKind::Seq => list(value, method, &args)?,
         _ => None,
     };
     args.kwargs.assert_all_used()?;
     result.ok_or_else(|| Error::new(ErrorKind::UnknownMethod, format!("no method {method} on {}", value.kind())))
+}
+
+/// Bytes that a method makes of a text, where they may be many times what it is given.
+fn made(text: &str, method: &str, args: &Args) -> Result<usize, Error> {
+    Ok(match method {
+        "replace" => {
+            let (old, new) = (args.text(0, "old")?, args.text(1, "new")?);
+            text.matches(&old).count().saturating_mul(new.len())
+        }
+        "join" => match args.args.first().map(Value::try_iter) {
+            Some(Ok(items)) => {
+                let lengths = items.map(|item| item.as_str().map_or(0, str::len).saturating_add(text.len()));
+                lengths.fold(0, usize::saturating_add)
+            }
+            _ => 0,
+        },
+        "format" => {
+            let is_long = |run: &[u8]| run.len() > FORMAT_DIGITS_MAX && run.iter().all(u8::is_ascii_digit);
+            if text.as_bytes().windows(FORMAT_DIGITS_MAX + 1).any(is_long) {
+                return Err(type_error("a format of such a width"));
+            }
+            text.len()
+        }
+        _ => 0,
+    })
 }
 
 struct Args<'a> {
@@ -295,7 +342,13 @@ fn dict(map: &Value, method: &str, args: &Args) -> Result<Option<Value>, Error> 
 }
 
 fn list(items: &Value, method: &str, args: &Args) -> Result<Option<Value>, Error> {
-    let wanted = || args.args.first().ok_or_else(|| type_error("an argument is missing"));
+    let wanted = || match args.args.first() {
+        Some(wanted) if matches!(wanted.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::Iterable) => {
+            // What looking for one costs cannot be told in advance.
+            Err(type_error("a list is searched for a container"))
+        }
+        wanted => wanted.ok_or_else(|| type_error("an argument is missing")),
+    };
     Ok(Some(match method {
         "index" => {
             let wanted = wanted()?;

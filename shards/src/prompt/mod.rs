@@ -3,6 +3,7 @@
 //! **Invariant.** Either the keys are those of the engine's own tokens, or the request is routed without keys, with a
 //! [`MissReason`](crate::service::MissReason). What the gateway cannot know it does not guess.
 
+mod any_input;
 mod beginning;
 mod body;
 mod chat;
@@ -41,6 +42,7 @@ mod tokenizer;
 #[cfg(test)]
 mod vectors;
 
+pub use any_input::{check_any_body, check_any_template};
 pub use body::{BodyScan, BodyView};
 pub use content_format::ContentFormat;
 pub use job::{Begun, Glimpse, Job, Keying, Pending, SLICE_BYTES, Step};

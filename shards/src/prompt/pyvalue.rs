@@ -90,7 +90,10 @@ impl Object for PyDict {
     }
 
     fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&repr(&Value::from_dyn_object(Arc::clone(self))))
+        // What was read from a body is spelled in full: its length and depth are bounded by the body's.
+        let mut out = String::new();
+        write_repr(&mut out, &Value::from_dyn_object(Arc::clone(self)), 0, usize::MAX).map_err(|_| fmt::Error)?;
+        f.write_str(&out)
     }
 }
 
@@ -193,26 +196,44 @@ pub(super) fn float_repr(number: f64) -> String {
     plain
 }
 
+/// Bytes that a container may be spelled in: a list that holds another twice, which holds a third twice, and so on,
+/// costs a template little and its text much. Beyond it the render fails.
+const SPELLED_BYTES_MAX: usize = 16 * 1024 * 1024;
+
 /// Python's `str` of a value.
-pub(super) fn str(value: &Value) -> String {
+///
+/// # Errors
+/// As [`repr`].
+pub(super) fn str(value: &Value) -> Result<String, Error> {
     match value.as_str() {
-        Some(text) => text.to_owned(),
-        None if value.is_undefined() => String::new(),
+        Some(text) => Ok(text.to_owned()),
+        None if value.is_undefined() => Ok(String::new()),
         None => repr(value),
     }
 }
 
 /// Python's `repr` of a value.
-pub(super) fn repr(value: &Value) -> String {
+///
+/// # Errors
+/// It is nested too deep, or its text would be longer than [`SPELLED_BYTES_MAX`].
+pub(super) fn repr(value: &Value) -> Result<String, Error> {
     let mut out = String::new();
-    write_repr(&mut out, value, 0);
-    out
+    write_repr(&mut out, value, 0, SPELLED_BYTES_MAX)?;
+    Ok(out)
 }
 
-fn write_repr(out: &mut String, value: &Value, depth: u32) {
-    if depth > DEPTH_MAX {
-        return out.push_str("...");
+/// Whether so much may be nested, and spelled so far.
+fn is_within_limits(out: &str, depth: u32, bytes_max: usize) -> Result<(), Error> {
+    let refuse = |what: &str| Err(Error::new(ErrorKind::InvalidOperation, format!("a value {what} cannot be spelled")));
+    match (depth > DEPTH_MAX, out.len() > bytes_max) {
+        (true, _) => refuse("nested this deep"),
+        (_, true) => refuse("of so many parts"),
+        _ => Ok(()),
     }
+}
+
+fn write_repr(out: &mut String, value: &Value, depth: u32, bytes_max: usize) -> Result<(), Error> {
+    is_within_limits(out, depth, bytes_max)?;
     match value.kind() {
         ValueKind::Undefined => out.push_str("Undefined"),
         ValueKind::None => out.push_str("None"),
@@ -223,9 +244,9 @@ fn write_repr(out: &mut String, value: &Value, depth: u32) {
             out.push('{');
             for (n, (key, item)) in pairs(value).into_iter().enumerate() {
                 out.push_str(if n > 0 { ", " } else { "" });
-                write_repr(out, &key, depth + 1);
+                write_repr(out, &key, depth + 1, bytes_max)?;
                 out.push_str(": ");
-                write_repr(out, &item, depth + 1);
+                write_repr(out, &item, depth + 1, bytes_max)?;
             }
             out.push('}');
         }
@@ -235,7 +256,7 @@ fn write_repr(out: &mut String, value: &Value, depth: u32) {
             let mut count = 0;
             for item in value.try_iter().into_iter().flatten() {
                 out.push_str(if count > 0 { ", " } else { "" });
-                write_repr(out, &item, depth + 1);
+                write_repr(out, &item, depth + 1, bytes_max)?;
                 count += 1;
             }
             out.push_str(match (tuple, count) {
@@ -248,6 +269,7 @@ fn write_repr(out: &mut String, value: &Value, depth: u32) {
             let _ = write!(out, "{value}");
         }
     }
+    Ok(())
 }
 
 fn write_str_repr(out: &mut String, text: &str) {
@@ -331,9 +353,7 @@ pub(super) fn to_json(value: &Value, style: &JsonStyle) -> Result<String, Error>
 
 fn write_json(out: &mut String, value: &Value, style: &JsonStyle, depth: u32) -> Result<(), Error> {
     let refuse = |what: &str| Err(Error::new(ErrorKind::InvalidOperation, format!("{what} cannot be written as JSON")));
-    if depth > DEPTH_MAX {
-        return refuse("a value nested this deep");
-    }
+    is_within_limits(out, depth, SPELLED_BYTES_MAX)?;
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
@@ -465,7 +485,7 @@ mod tests {
             ("a\u{200b}\u{a0}b\n", "'a\\u200b\\xa0b\\n'"),
             ("é 你好 😀", "'é 你好 😀'"),
         ] {
-            assert_eq!(repr(&Value::from(text)), python);
+            assert_eq!(repr(&Value::from(text)).unwrap(), python);
         }
     }
 

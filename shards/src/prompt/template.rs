@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Rest, ValueKind};
+use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior, Value};
 
 use super::clock;
@@ -38,7 +38,13 @@ pub struct Template {
     takes_later_system: OnceLock<bool>,
     /// Has a tag that only Hugging Face's renderer knows.
     has_generation_tag: bool,
+    messages_in_place: usize,
 }
+
+/// Time that a render between two visits to the driver may take, about.
+const IN_PLACE_TIME: Duration = Duration::from_micros(300);
+/// Fewest and most messages rendered there, whatever they cost.
+const IN_PLACE_MESSAGES: std::ops::RangeInclusive<usize> = 8..=128;
 
 /// Why a template could not be used.
 #[derive(Debug, thiserror::Error)]
@@ -73,7 +79,8 @@ impl Template {
             environment.add_global(name.clone(), token.as_str());
         }
         environment.add_template_owned(NAME, source::prepared(text)).map_err(failed)?;
-        Ok(Template {
+        let mut template = Template {
+            messages_in_place: *IN_PLACE_MESSAGES.start(),
             environment,
             content_format: content_format::detect(text),
             sglang_format: content_format::detect_sglang(text),
@@ -82,7 +89,38 @@ impl Template {
             mentions_tool_call_id: text.contains("tool_call_id"),
             takes_later_system: OnceLock::new(),
             has_generation_tag: text.contains("endgeneration"),
-        })
+        };
+        template.messages_in_place = template.affordable_messages();
+        Ok(template)
+    }
+
+    /// Messages of a chat that may be rendered between two visits to the driver: templates differ tenfold in what a message
+    /// costs, so it is tried when the template is compiled.
+    pub(super) fn messages_in_place(&self) -> usize {
+        self.messages_in_place
+    }
+
+    fn affordable_messages(&self) -> usize {
+        const TRIED: usize = 15;
+        // What a test sees must not hang on how fast it runs.
+        if cfg!(test) {
+            return *IN_PLACE_MESSAGES.end();
+        }
+        let turn = |n: usize| {
+            let role = if n.is_multiple_of(2) { "user" } else { "assistant" };
+            Value::from_object(dict_of([("role", role.into()), ("content", "t".into())]))
+        };
+        let mut best = Duration::MAX;
+        for _ in 0..3 {
+            // The last one is a question, as templates like it.
+            let messages: Vec<Value> = (0..TRIED).map(turn).collect();
+            let variables = dict_of([("messages", messages.into()), ("add_generation_prompt", true.into())]);
+            let start = Instant::now();
+            // One that refuses such a chat is taken for what it cost until then.
+            let _refused = self.render(Value::from_object(variables)).is_err();
+            best = best.min(start.elapsed());
+        }
+        affordable(best / TRIED as u32)
     }
 
     /// How the template wants message content.
@@ -166,6 +204,12 @@ impl Template {
     }
 }
 
+/// How many messages of such a cost are rendered in place.
+fn affordable(each: Duration) -> usize {
+    let messages = IN_PLACE_TIME.as_nanos() / each.as_nanos().max(1);
+    usize::try_from(messages).unwrap_or(usize::MAX).clamp(*IN_PLACE_MESSAGES.start(), *IN_PLACE_MESSAGES.end())
+}
+
 fn describe(error: &Error) -> String {
     match error.line() {
         Some(line) => format!("{error} (line {line})"),
@@ -188,7 +232,7 @@ fn environment(now: fn() -> SystemTime) -> Result<Environment<'static>, Error> {
     environment.set_unknown_method_callback(methods::call);
     environment.set_formatter(|out, _, value| match value.as_str() {
         Some(text) => out.write_str(text).map_err(Error::from),
-        None => out.write_str(&pyvalue::str(value)).map_err(Error::from),
+        None => out.write_str(&pyvalue::str(value)?).map_err(Error::from),
     });
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
@@ -206,29 +250,34 @@ fn add_filters(environment: &mut Environment<'static>) {
     environment.add_filter("tojson", to_json);
     environment.add_filter("string", |value: &Value| pyvalue::str(value));
     environment.add_filter("trim", |value: &Value, chars: Option<String>| {
-        let text = pyvalue::str(value);
-        match chars {
+        let text = pyvalue::str(value)?;
+        Ok::<String, Error>(match chars {
             Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
             None => text.trim_matches(methods::is_space).to_owned(),
-        }
+        })
     });
-    environment.add_filter("join", |value: &Value, separator: Option<String>, kwargs: Kwargs| {
+    environment.add_filter("join", |state: &mut State, value: &Value, separator: Option<String>, kwargs: Kwargs| {
         let attribute: Option<String> = kwargs.get("attribute")?;
         kwargs.assert_all_used()?;
+        let separator = separator.unwrap_or_default();
         let mut parts = Vec::new();
         for item in value.try_iter()? {
             let item = match &attribute {
                 Some(name) => item.get_attr(name)?,
                 None => item,
             };
-            parts.push(pyvalue::str(&item));
+            let part = pyvalue::str(&item)?;
+            // The same text may stand there many times.
+            methods::pay_for(state, part.len() + separator.len())?;
+            parts.push(part);
         }
-        Ok::<String, Error>(parts.join(&separator.unwrap_or_default()))
+        Ok::<String, Error>(parts.join(&separator))
     });
     add_lazy_filters(environment);
     environment.add_filter("indent", indent);
-    environment.add_filter(LOOP_FILTER, |value: Value| match value.kind() {
+    environment.add_filter(LOOP_FILTER, |state: &mut State, value: Value| match value.kind() {
         ValueKind::String => {
+            methods::pay_for(state, value.len().unwrap_or(0) * size_of::<Value>())?;
             Ok(Value::from(value.as_str().unwrap_or_default().chars().map(Value::from).collect::<Vec<_>>()))
         }
         ValueKind::Undefined | ValueKind::Seq | ValueKind::Map | ValueKind::Iterable => Ok(value),
@@ -236,7 +285,7 @@ fn add_filters(environment: &mut Environment<'static>) {
     });
     for name in ["upper", "lower", "capitalize", "title"] {
         environment.add_filter(name, move |state: &mut State, value: &Value| {
-            methods::call(state, &Value::from(pyvalue::str(value)), name, &[])
+            methods::call(state, &Value::from(pyvalue::str(value)?), name, &[])
         });
     }
 }
@@ -279,24 +328,22 @@ fn add_tests(environment: &mut Environment<'static>) {
 }
 
 /// Python's `indent`: a newline at the end stays, and empty lines are not indented unless told so.
-fn indent(
-    value: &Value,
-    width: Option<Value>,
-    first: Option<bool>,
-    blank: Option<bool>,
-    kwargs: Kwargs,
-) -> Result<String, Error> {
+fn indent(state: &mut State, value: &Value, args: Rest<Value>) -> Result<String, Error> {
+    let (width, first, blank, kwargs): (Option<Value>, Option<bool>, Option<bool>, Kwargs) = from_args(&args)?;
     let width = width.or(kwargs.get("width")?);
     let first = first.or(kwargs.get("first")?).unwrap_or(false);
     let blank = blank.or(kwargs.get("blank")?).unwrap_or(false);
     kwargs.assert_all_used()?;
     let indention = match width {
-        Some(width) if width.kind() == ValueKind::String => pyvalue::str(&width),
+        Some(width) if width.kind() == ValueKind::String => pyvalue::str(&width)?,
         Some(width) => " ".repeat(usize::try_from(i64::try_from(width)?.clamp(0, 256)).unwrap_or(0)),
         None => "    ".to_owned(),
     };
     let mut out = String::new();
-    for (n, line) in methods::lines(&(pyvalue::str(value) + "\n")).into_iter().enumerate() {
+    let text = pyvalue::str(value)? + "\n";
+    let lines = methods::lines(&text);
+    methods::pay_for(state, text.len().saturating_add(lines.len().saturating_mul(indention.len())))?;
+    for (n, line) in lines.into_iter().enumerate() {
         if n > 0 {
             out.push('\n');
         }
@@ -328,8 +375,8 @@ fn to_json(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<Str
         let texts: Vec<Value> = separators.try_iter()?.collect();
         match texts.as_slice() {
             [item, key] => {
-                style.item_separator = pyvalue::str(item);
-                style.key_separator = pyvalue::str(key);
+                style.item_separator = pyvalue::str(item)?;
+                style.key_separator = pyvalue::str(key)?;
             }
             _ => return Err(Error::new(ErrorKind::InvalidOperation, "tojson: separators must be two")),
         }
@@ -349,6 +396,13 @@ mod tests {
     fn render(text: &str, variables: &str) -> Result<String, TemplateError> {
         let tokens = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
         Template::compile(text, &tokens, noon)?.render(json::value(variables).unwrap())
+    }
+
+    #[test]
+    fn what_a_message_costs_decides_how_many_are_rendered_in_place() {
+        for (us, expected) in [(0, 128), (2, 128), (10, 30), (20, 15), (500, 8)] {
+            assert_eq!(affordable(Duration::from_micros(us)), expected, "{us} µs");
+        }
     }
 
     #[test]
@@ -393,5 +447,26 @@ mod tests {
         assert!(matches!(render(text, "{}"), Err(TemplateError::Render(_))));
         let text = "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}";
         assert!(matches!(render(text, "{}"), Err(TemplateError::Render(_))));
+    }
+
+    /// A few operations that double or square what they are given.
+    #[test]
+    fn a_template_whose_values_explode_is_stopped() {
+        for grow in [
+            "set ns.x = [ns.x, ns.x]",
+            "set ns.x = ns.x ~ ns.x",
+            "set ns.x = (ns.x | string).replace('a', 'aa' ~ ns.x)",
+            "set ns.x = (ns.x | string).replace('', ns.x | string)",
+            "set ns.x = [ns.x, ns.x] | join(ns.x | string)",
+            "set ns.x = (ns.x | string).join([ns.x | string, ns.x | string, 'a'])",
+            "set ns.x = '{:>99999999999}'.format(ns.x)",
+            "set ns.x = (ns.x ~ '\n' ~ ns.x) | indent(ns.x | string, true)",
+            "set ns.x = [ns.x, ns.x] | tojson",
+        ] {
+            let text = format!(
+                "{{% set ns = namespace(x='aaaa') %}}{{% for n in range(60) %}}{{% {grow} %}}{{% endfor %}}{{{{ ns.x }}}}"
+            );
+            assert!(matches!(render(&text, "{}"), Err(TemplateError::Render(_))), "{grow}");
+        }
     }
 }

@@ -15,7 +15,7 @@ use super::known::Known;
 use super::legs::Errand;
 use super::models;
 use super::outgoing::{ID_HEADER, Outgoing, announce_length, id_of, push_line};
-use super::relay::{self, CLOSE_LINE, Fault, Heard, Terms};
+use super::relay::{self, CLOSE_LINE, Fault, Heard, Progress, Terms};
 use super::routes::{LocalService, Pick, RequestView, Routes};
 use super::score::{self, Score};
 use super::upstream::{Pool, Upstream};
@@ -25,7 +25,7 @@ use crate::ids::{EndpointIndex, Rank, ShardId};
 use crate::load::Reservation;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
-use crate::route::{self, Chooser, Decision, Evidence, Pin};
+use crate::route::{self, Chooser, Decision, Evidence, Facts, Pin};
 use crate::service::{Endpoint, Service, count};
 use crate::usage::Tail;
 
@@ -254,9 +254,12 @@ struct Sent<'a> {
 }
 
 impl Sent<'_> {
-    /// The answer to a request sent at a time has begun: its prompt waits no longer, and the endpoint's speed may be
-    /// learned from how long it did.
-    fn began(self, endpoint: &Endpoint, teaches: bool, at: Instant) {
+    /// The answer to a request sent at a time has begun or ended. When it begins, its prompt waits no longer, and the
+    /// endpoint's speed may be learned from how long it did.
+    fn progress(&mut self, progress: Progress, endpoint: &Endpoint, teaches: bool, at: Instant) {
+        if progress == Progress::Ended {
+            return self.reservation.end();
+        }
         self.reservation.first_byte();
         if teaches {
             let (uncached_tokens, ahead) = (self.uncached, self.reservation.ahead());
@@ -361,7 +364,8 @@ impl Attempt<'_> {
             (Evidence::Scored { prompt_tokens, .. }, Some(runs)) => Evidence::Scored { prompt_tokens, runs },
             (evidence, _) => evidence,
         };
-        let facts = self.known.facts(self.proxy, self.local, evidence, tried);
+        let speculative_tokens = self.guessed_tokens();
+        let facts = Facts { speculative_tokens, ..self.known.facts(self.proxy, self.local, evidence, tried) };
         route::decide(&self.local.service, &facts, &mut chooser)
     }
 
@@ -393,7 +397,7 @@ impl Attempt<'_> {
         endpoint: &Endpoint,
         pool: &Pool,
         mut upstream: Upstream,
-        sent: Sent<'_>,
+        mut sent: Sent<'_>,
     ) -> Result<Next, Fault> {
         let proxy = self.proxy;
         self.sends += 1;
@@ -438,7 +442,7 @@ impl Attempt<'_> {
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
         let teaches = self.api.is_some() && begun.head.status == 200 && begun.head.event_stream;
-        let heard = Heard { body_began: || sent.began(endpoint, teaches, at), tail };
+        let heard = Heard { progress: |progress| sent.progress(progress, endpoint, teaches, at), tail };
         let reusable = relay::relay(client, &mut upstream, begun, terms, heard, &proxy.limits, &proxy.buffers).await?;
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
@@ -488,12 +492,14 @@ impl Attempt<'_> {
     pub(super) fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
         match score {
             Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
-            _ if self.api.is_some() => {
-                let body = self.request.bytes.len().saturating_sub(self.request.head.len);
-                body as u64 / BYTES_PER_TOKEN
-            }
-            _ => 0,
+            Score::NotAsked | Score::Miss(_) => self.guessed_tokens(),
         }
+    }
+
+    /// Tokens of the prompt as far as its bytes tell; 0 where the request has none.
+    fn guessed_tokens(&self) -> u64 {
+        let body = self.request.bytes.len().saturating_sub(self.request.head.len);
+        self.api.map_or(0, |_| body as u64 / BYTES_PER_TOKEN)
     }
 
     fn failure(&self, fault: Fault) -> Failure {

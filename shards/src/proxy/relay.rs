@@ -144,10 +144,19 @@ pub async fn first_of_body(
     }
 }
 
+/// How far an answer's body has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Its first byte is here: engines send the head of a stream before they look at the prompt.
+    Began,
+    /// Its last byte is here, and not with the client yet: who hears of the end there finds the endpoint free.
+    Ended,
+}
+
 /// What is made of an answer's body beside passing it on.
-pub struct Heard<'a, F: FnOnce()> {
-    /// Called when its first byte has come: engines send the head of a stream before they look at the prompt.
-    pub body_began: F,
+pub struct Heard<'a, F: FnMut(Progress)> {
+    /// Called once for each step.
+    pub progress: F,
     /// Keeps its end.
     pub tail: Option<&'a mut Tail>,
 }
@@ -227,12 +236,12 @@ pub async fn relay(
     upstream: &mut Upstream,
     begun: Begun,
     terms: Terms<'_>,
-    heard: Heard<'_, impl FnOnce()>,
+    heard: Heard<'_, impl FnMut(Progress)>,
     limits: &Limits,
     buffers: &Buffers,
 ) -> Result<bool, Fault> {
-    let Heard { body_began, mut tail } = heard;
-    let mut body_began = Some(body_began);
+    let Heard { mut progress, mut tail } = heard;
+    let mut body_began = false;
     let Begun { mut buffer, headroom, mut head } = begun;
     let decode = terms.is_http10 && head.body == ResponseBody::Chunked;
     if decode && let Some(line) = head.transfer_encoding {
@@ -261,10 +270,12 @@ pub async fn relay(
         if let Some(tail) = &mut tail {
             tail.push(buffer.get(at..).unwrap_or_default());
         }
-        if at < buffer.len()
-            && let Some(body_began) = body_began.take()
-        {
-            body_began();
+        if at < buffer.len() && !body_began {
+            body_began = true;
+            progress(Progress::Began);
+        }
+        if passed.done {
+            progress(Progress::Ended);
         }
         if passed.faulty && !began {
             return Err(Fault::Malformed("the chunks of the endpoint's answer are malformed"));

@@ -314,10 +314,13 @@ mod tests {
         }
     }
 
-    fn pick(rules: &[(Option<&str>, Option<&str>, Option<&str>)], request: &str) -> String {
+    /// Host, path and model of a rule.
+    type Place<'a> = (Option<&'a str>, Option<&'a str>, Option<&'a str>);
+
+    fn pick(rules: &[Place<'_>], request: &str) -> String {
         let listen: SocketAddr = ([127, 0, 0, 1], 80).into();
         let text = |text: &Option<&str>| text.map(str::to_owned);
-        let service = |(id, (host, path, model)): (usize, &(Option<&str>, Option<&str>, Option<&str>))| {
+        let service = |(id, (host, path, model)): (usize, &Place<'_>)| {
             Arc::new(Service {
                 host: text(host),
                 path: text(path).map(PathMatch::Prefix),

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::belief::NamedRank;
 use crate::block::Contract;
 use crate::block::vllm::Tagging;
+use crate::bos::{ModelPlace, OtherBos};
 use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
 use crate::feedback::Compared;
 use crate::ids::{BlockKey, EndpointIndex, Rank};
@@ -21,6 +22,7 @@ use crate::service::{Engine, EngineRender, KvExact, MissReason, Service};
 use crate::usage::{Statement, Usage};
 
 use super::Proxy;
+use super::client::Buffers;
 use super::routes::{LocalService, RequestView};
 
 /// What is known of a request's prompt.
@@ -68,6 +70,8 @@ pub struct PromptKeys {
     own: Vec<BlockKey>,
     /// One per key space beside the service's own, or several where engines key extras in several forms.
     others: Vec<InSpace>,
+    /// The first block with the other begin-of-text, in the service's own keys.
+    other_bos: Option<OtherBos>,
 }
 
 impl Score {
@@ -89,7 +93,12 @@ impl Score {
         kind: PromptKind,
     ) -> Option<Prediction> {
         let at = self.at(reader, endpoint, rank)?;
-        Prediction::new(at.keys, at.held, kind)
+        let mut prediction = Prediction::new(at.keys, at.held, kind)?;
+        prediction.other_bos = match self {
+            Score::Runs { keys, .. } if std::ptr::eq(at.keys, &keys.own[..]) => keys.other_bos,
+            _ => None,
+        };
+        Some(prediction)
     }
 
     /// What follows from what the endpoint's engine said of its cache in its answer. Nothing does where it has several
@@ -184,6 +193,8 @@ struct Means<'a> {
     pub ticket: &'a Ticket,
     /// The thread for work that cannot be sliced; without one it is done here.
     pub aside: Option<&'a Aside>,
+    /// Memory for copies of long bodies.
+    pub buffers: &'a Buffers,
 }
 
 /// Bytes of a request whose prompt is a slice or two: it does not stand in line behind long ones.
@@ -217,7 +228,12 @@ impl Pace {
 pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, request: &RequestView<'_>) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
-    let means = Means { prefixes: &proxy.prefixes, ticket: &proxy.ticket, aside: proxy.aside.as_ref() };
+    let means = Means {
+        prefixes: &proxy.prefixes,
+        ticket: &proxy.ticket,
+        aside: proxy.aside.as_ref(),
+        buffers: &proxy.buffers,
+    };
     request.look_through(means.ticket).await;
     let mut ticket = Pace::of(request, means.ticket).await;
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
@@ -271,11 +287,17 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
     ticket.breathe().await;
     let others = if others_hold { other_walks(&mut job, reader, kv, &forms) } else { Vec::new() };
     let own = InSpace::new(SpaceIndex::OWN, None);
+    job.watch_bos(prompt.keying);
+    let bos = &local.service.shared.bos;
     let mut work = Work { job: Some(job), own, others, means };
     loop {
         match work.slice(reader) {
             Ok(None) if work.is_long_next() => turn().await,
             Ok(None) => ticket.breathe().await,
+            Ok(Some(Score::Runs { prompt_tokens, runs, mut keys })) => {
+                keys.other_bos = work.other_bos(|| bos.place(prompt.model.slug()));
+                return Score::Runs { prompt_tokens, runs, keys };
+            }
             Ok(Some(score)) => return score,
             Err(reason) => return Score::Miss(reason),
         }
@@ -289,6 +311,12 @@ async fn prepare<'a>(
     ticket: &mut Pace,
     means: Means<'_>,
 ) -> Result<Job<'a>, MissReason> {
+    let copied = pending.copied_bytes();
+    if copied > 0
+        && let Some(memory) = means.buffers.large(copied)
+    {
+        pending.lend(memory);
+    }
     while !pending.step() {
         ticket.breathe().await;
     }
@@ -299,10 +327,12 @@ async fn prepare<'a>(
         None => task.run(),
     };
     ticket.take(means.ticket).await;
+    let mut prepared = prepared?;
+    means.buffers.give_back(std::mem::take(&mut prepared.spare));
     if others_hold {
-        pending.finish(prepared?, &mut PrefixCache::new(0))
+        pending.finish(prepared, &mut PrefixCache::new(0))
     } else {
-        pending.finish(prepared?, &mut means.prefixes.borrow_mut())
+        pending.finish(prepared, &mut means.prefixes.borrow_mut())
     }
 }
 
@@ -362,7 +392,9 @@ impl<'a> Prompt<'a> {
         let base = adapter.map_or(model, |adapter| &adapter.base);
         let model = models.lookup(base).ready()?;
         let lora = adapter.map(|adapter| &adapter.lora);
-        let rendering = kv.rendering(service.engine);
+        let mut rendering = kv.rendering(service.engine);
+        // What use has shown wins over what rule and files say.
+        rendering.add_bos = service.shared.bos.corrected(model.slug()).or(rendering.add_bos);
         let keying = Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora };
         Ok(Prompt { api, body, model, rendering, keying })
     }
@@ -498,6 +530,12 @@ impl Work<'_> {
         self.job.as_ref().is_some_and(Job::is_long_next)
     }
 
+    /// The first block with the other begin-of-text, if the job made it.
+    fn other_bos(&self, model: impl FnOnce() -> Option<ModelPlace>) -> Option<OtherBos> {
+        let (first, adds) = self.job.as_ref()?.other_bos()?;
+        Some(OtherBos { model: model()?, adds, first })
+    }
+
     /// One slice: some keys, and how far the holders go along with them. The inventory is not held beyond it.
     fn slice(&mut self, reader: &Reader) -> Result<Option<Score>, MissReason> {
         let Some(job) = &mut self.job else { return Err(MissReason::Hashes) };
@@ -525,7 +563,7 @@ impl Work<'_> {
             // An engine has stored the very blocks that the template led to.
             job.confirm_template();
         }
-        let keys = PromptKeys { own: job.keys().to_vec(), others: std::mem::take(&mut self.others) };
+        let keys = PromptKeys { own: job.keys().to_vec(), others: std::mem::take(&mut self.others), other_bos: None };
         Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs, keys }))
     }
 }

@@ -112,6 +112,27 @@ fn a_long_list_of_ids_takes_many_slices() {
     assert_eq!((keys, tokens, slices), (keys_of(&ids), 10_000, 3));
 }
 
+/// Found by `check_any_body`: what was cut off at the front was hashed in one go, and blanks cost nothing.
+#[test]
+fn no_slice_has_more_than_its_share_however_a_prompt_is_written() {
+    let Some(model) = model("no_slice_has_more_than_its_share_however_a_prompt_is_written") else { return };
+    let ids: Vec<u32> = (0..30_000).map(|n| n % 8000).collect();
+    let cut_off = format!(r#"{{"prompt": {ids:?}, "truncate_prompt_tokens": 20000}}"#);
+    let kept = (keys_of(&ids[10_000..]), 20_000, 13);
+    assert_eq!(completion(&model, &cut_off).unwrap(), kept);
+    let all = format!(r#"{{"prompt": {ids:?}, "truncate_prompt_tokens": 99999}}"#);
+    assert_eq!(completion(&model, &all).unwrap(), (keys_of(&ids), 30_000, 16));
+    let blank = " ".repeat(3 * BLANKS_MAX + 5);
+    let blanks = format!(r#"{{"prompt": [{blank}1 ,2{} ]}}"#, format!(",{blank}3").repeat(30));
+    let (keys, tokens, slices) = completion(&model, &blanks).unwrap();
+    let ids = [&[1, 2][..], &[3; 30]].concat();
+    assert_eq!((keys, tokens), (keys_of(&ids), 32));
+    assert!(slices > 31 * 3, "{slices}");
+    for list in [format!("[1{blank}, 2]"), format!("[1, {}]", "9".repeat(99)), "[4294967296]".to_owned()] {
+        assert_eq!(completion(&model, &format!(r#"{{"prompt": {list}}}"#)), Err(MissReason::Tokenize));
+    }
+}
+
 #[test]
 fn a_chat_is_rendered_and_keyed() {
     let Some(model) = model("a_chat_is_rendered_and_keyed") else { return };
