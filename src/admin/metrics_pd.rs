@@ -50,7 +50,8 @@ pub(super) fn encode(families: &mut Families<'_>, view: &View) -> std::fmt::Resu
         let samples = entries.iter().map(|entry| (labels(entry, &[]), Times::of(entry, read)));
         families.metrics(name, help, MetricType::Histogram, samples)?;
     }
-    let gauges: [(&str, &str, fn(&Entry) -> u64); 2] = [
+    type Gauge = fn(&Entry) -> u64;
+    let gauges: [(&str, &str, Gauge); 2] = [
         ("kvlane_pd_in_flight", "Requests with two legs under way", |entry| u64::from(entry.shared.pd_total.count())),
         ("kvlane_pd_parked", "Requests that wait for a prefill endpoint", |entry| {
             let endpoints = entry.service.endpoints.iter();

@@ -119,9 +119,12 @@ fn expected(kind: EngineKind, cell: Cell) -> Vec<Outcome> {
         (LegKind::Prefill, Hang) => gateway(504, "pd_prefill_timeout"),
         (LegKind::Prefill, Die | Cut) => gateway(502, &prefill_failed(kind)),
         (_, Status(status)) => vec![Outcome::Engine(status)],
-        (_, Hang | Die | Cut) if late && cell.stream => {
-            let name = if cell.failure == Hang { "pd_idle_timeout" } else { "pd_decode_backend_died" };
-            vec![Outcome::Ended(name.to_owned())]
+        (_, Hang) if late && cell.stream => vec![Outcome::Ended("pd_idle_timeout".to_owned())],
+        // Where all of it comes at once, the client has nothing yet.
+        (_, Die | Cut) if late && cell.stream => {
+            let mut any = gateway(502, "pd_decode_backend_died");
+            any.push(Outcome::Ended("pd_decode_backend_died".to_owned()));
+            any
         }
         (_, Hang | Die | Cut) if late => vec![Outcome::Torn],
         // The prefill leg waits for a decode leg that never comes for it.

@@ -262,8 +262,15 @@ pub async fn relay(
     loop {
         let mut passed = passage.pass(&mut buffer, at);
         done.look(buffer.get(at..).unwrap_or_default());
-        if passed.done && !done.seen && buffer.ends_with(LAST_CHUNK) {
+        if passed.done && !done.seen {
             // The endpoint ended it in good order before its end: the client must not take it for a whole answer.
+            if !began {
+                return Err(Fault::Died);
+            }
+            if !buffer.ends_with(LAST_CHUNK) {
+                client.reset();
+                return Err(Fault::Broken);
+            }
             buffer.truncate(buffer.len() - LAST_CHUNK.len());
             passed.faulty = true;
         }
@@ -274,7 +281,7 @@ pub async fn relay(
             body_began = true;
             progress(Progress::Began);
         }
-        if passed.done {
+        if passed.done && !passed.faulty {
             progress(Progress::Ended);
         }
         if passed.faulty && !began {

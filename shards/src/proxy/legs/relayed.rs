@@ -15,7 +15,7 @@ use crate::proxy::client::Client;
 use crate::proxy::evidence;
 use crate::proxy::exchange::{self, Failure, Next, NotOpened};
 use crate::proxy::outgoing::{ID_HEADER, id_of, push_line};
-use crate::proxy::relay::{self, CLOSE_LINE, Fault, Heard, Terms};
+use crate::proxy::relay::{self, CLOSE_LINE, Fault, Heard, Progress, Terms};
 use crate::proxy::upstream::Upstream;
 use crate::proxy::watch::Interrupt;
 use crate::route::Tier;
@@ -134,7 +134,6 @@ impl Errand<'_> {
             Err(fault) => return Err(self.of_fault(fault)),
         };
         drop(message);
-        self.heard(endpoint, begun.head.status);
         let (status, event_stream) = (begun.head.status, begun.head.event_stream);
         if relaying.again && status >= 500 {
             return Err(DecodeFault::Died);
@@ -148,6 +147,8 @@ impl Errand<'_> {
                 Ok(()) => {}
             }
         }
+        // Only now: an engine is not to blame for what the other did.
+        self.heard(endpoint, status);
         if status >= 300 {
             // Nobody comes for what the other leg computes.
             client.set_companion(None);
@@ -168,12 +169,12 @@ impl Errand<'_> {
             broken: relaying.dialect.map_or(BROKEN_EVENTS, broken_events),
             wants_done: relaying.dialect.is_some(),
         };
-        let body_began = || {
-            if event_stream {
+        let progress = |progress| {
+            if event_stream && matches!(progress, Progress::Began) {
                 stats.pd.decode_ttft.note(at.elapsed());
             }
         };
-        let heard = Heard { body_began, tail: None };
+        let heard = Heard { progress, tail: None };
         match relay::relay(client, &mut upstream, begun, terms, heard, &limits, &proxy.buffers).await {
             Ok(reusable) => {
                 if reusable && written.is_ok() && !is_http10 {
@@ -182,6 +183,7 @@ impl Errand<'_> {
                 Ok(Relayed { next: if close { Next::Close } else { Next::Request }, status })
             }
             Err(Fault::Malformed(reason)) => Err(DecodeFault::Malformed(reason)),
+            Err(Fault::Died) => Err(DecodeFault::Died),
             Err(fault) => Err(DecodeFault::Over(self.broke(fault, counted))),
         }
     }
