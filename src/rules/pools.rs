@@ -104,17 +104,14 @@ pub(super) fn read_sessions(
 fn read_source(fields: &mut Fields<'_>, report: &mut Report) -> Option<SessionSource> {
     const NAME: &str = "session_header_name";
     let text = fields.text_set(report, NAME)?;
-    let (kind, name) = match text.split_once(':') {
-        Some((kind, name)) => (kind, name),
-        None => ("", text),
-    };
+    let (kind, name) = text.split_once(':').map_or((None, text), |(kind, name)| (Some(kind), name));
     let is_token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
     let right = !name.is_empty() && name.len() <= NAME_BYTES_MAX && name.bytes().all(is_token);
     match kind {
-        "" if text == "basic-auth" => Some(SessionSource::BasicAuth),
-        "" if right => Some(SessionSource::Header(name.to_ascii_lowercase().into())),
-        "cookie" if right => Some(SessionSource::Cookie(name.into())),
-        "query" if right => Some(SessionSource::Query(name.into())),
+        None if text == "basic-auth" => Some(SessionSource::BasicAuth),
+        None if right => Some(SessionSource::Header(name.to_ascii_lowercase().into())),
+        Some("cookie") if right => Some(SessionSource::Cookie(name.into())),
+        Some("query") if right => Some(SessionSource::Query(name.into())),
         _ => {
             let message = format!(
                 "{text:?} is none of a header's name, \"cookie:NAME\", \"query:NAME\" and \"basic-auth\", the name of \

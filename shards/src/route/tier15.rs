@@ -88,8 +88,10 @@ fn by_overlap(prompt: &Prompt<'_>, most: u64, rows: &Rows, ties: &mut super::row
 fn claimed(kv: &KvExact, claims: &[Claimed], most: u64, rows: &Rows) -> Option<Claimed> {
     let bound = |claim: &Claimed| rows.fleet_cap(claim.endpoint.index(), kv.mean_load_factor).max(CLAIM_LOAD);
     let load = |claim: &Claimed| rows.load[claim.endpoint.index()];
+    let block = u64::from(kv.block_tokens.max(1));
     let more = |claim: &&Claimed| {
-        claim.tokens.saturating_mul(DEVICE_WORTH) > most
+        // In whole blocks: the end of a prompt that fills none is never held.
+        (claim.tokens / block * block).saturating_mul(DEVICE_WORTH) > most
             && rows.is_candidate(claim.endpoint)
             && u64::from(load(claim)) < bound(claim)
     };
@@ -147,7 +149,7 @@ impl Prompt<'_> {
         let tier = if rows.worth[place] > 0 { Tier::KvExact } else { Tier::Claim };
         let decision = self.at(place, tier, Reason::Claim, rows);
         Decision {
-            rank: Some(claim.rank),
+            rank: claim.rank,
             claimed_tokens: claim.tokens.min(self.tokens).saturating_sub(decision.hit_tokens),
             miss,
             ..decision
