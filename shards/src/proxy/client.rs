@@ -451,7 +451,7 @@ mod tests {
         assert!((BODY_ROOM_FIRST..2 * BODY_ROOM_FIRST).contains(&fresh.capacity()), "{}", fresh.capacity());
         fresh.resize(fresh.capacity(), 7);
         let fresh = with_room(fresh, announced, &buffers);
-        assert!(fresh.capacity() >= announced && fresh.starts_with(&[b'P']) && fresh.ends_with(&[7]));
+        assert!(fresh.capacity() >= announced && fresh.starts_with(b"P") && fresh.ends_with(&[7]));
         buffers.give_back(fresh);
         let used = with_room(head(), announced, &buffers);
         assert!(used.capacity() >= announced && used == head());
