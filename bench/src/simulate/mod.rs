@@ -45,7 +45,7 @@ const PACES: (f64, f64) = (0.02, 50.0);
 /// The gateway's default.
 const THROUGHPUT: u32 = 200;
 /// Times that sessions are repeated, per worker.
-const COPIES_PER_WORKER: f64 = 1.5;
+const COPIES_PER_WORKER: f64 = 0.75;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
