@@ -98,6 +98,13 @@ impl Rates {
         Pace { start: value(&self.start), per_token: value(&self.per_token) }
     }
 
+    /// Seconds until an answer begins at the endpoint of this slowness that computes so many tokens beside so many answers.
+    #[must_use]
+    pub fn expected_seconds(&self, endpoint: &Slowness, tokens: u64, answers: u32) -> f32 {
+        let Pace { start, per_token } = self.pace();
+        endpoint.factor() * (start + per_token * work(tokens, answers))
+    }
+
     /// Answers that it was learned from; stays where it is at 2³¹.
     #[must_use]
     pub fn lessons(&self) -> u32 {

@@ -14,6 +14,8 @@ use std::time::Duration;
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
 use crate::bos::{BosEvidence, BosSettings};
+use crate::disagg::ladder::{Gauge, Places};
+use crate::disagg::stats::PdStats;
 use crate::feedback::Trust;
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
@@ -337,6 +339,8 @@ pub struct Endpoint {
     pub role: Role,
     /// Where its NIXL side channel listens (`nixl_port`); 0 = not said.
     pub nixl_port: u16,
+    /// What its NIXL agent is called (`nixl_engine_id`), where prefill engines push.
+    pub nixl_engine_id: Option<Box<str>>,
     /// State carried over updates.
     pub shared: Arc<EndpointShared>,
 }
@@ -353,6 +357,7 @@ impl Endpoint {
             retired: false,
             role: Role::Normal,
             nixl_port: 0,
+            nixl_engine_id: None,
             shared: Arc::new(shared),
         }
     }
@@ -373,6 +378,8 @@ pub struct ServiceShared {
     pub zero_hits: ZeroHits,
     /// How soon its endpoints' answers begin.
     pub rates: Rates,
+    /// Disaggregated requests under way.
+    pub pd_total: Arc<Gauge>,
     /// Endpoints that are demoted; see [`Trust`].
     pub demoted: AtomicU32,
     /// Begin-of-text tokens, where use has shown what files and rule do not say.
@@ -389,6 +396,7 @@ impl ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
             rates: Rates::default(),
+            pd_total: Arc::default(),
             demoted: AtomicU32::new(0),
             bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
@@ -505,6 +513,8 @@ pub struct ServiceStats {
     pub broken_answers: AtomicU64,
     /// Requests whose client left before the end of the answer.
     pub client_gone: AtomicU64,
+    /// Requests with a prefill and a decode leg.
+    pub pd: PdStats,
     /// Decisions by [`Tier`].
     pub tiers: [AtomicU64; Tier::ALL.len()],
     /// Decisions of Tier 1.5 that a claim made: the endpoint will have stored the prompt's beginning soon.
@@ -577,6 +587,8 @@ pub struct EndpointShared {
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
+    /// Its places for requests in prefill, where they are bounded.
+    pub places: Places,
     /// What its engine says of its load, as far as somebody asks.
     pub engine: EngineLoad,
     /// How slow it is among the service's endpoints.
@@ -609,6 +621,7 @@ impl EndpointShared {
             heals: AtomicU64::new(0),
             conveys_rank: AtomicBool::new(false),
             kv_blocks: AtomicU64::new(0),
+            places: Places::default(),
             engine: EngineLoad::default(),
             slowness: Slowness::default(),
             predictions: Predictions::default(),

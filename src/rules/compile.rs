@@ -46,7 +46,7 @@ pub fn compile(
         hashing: rule.hashing,
         ring: None,
         sessions: rule.sessions.clone(),
-        pd: rule.pd,
+        pd: rule.pd.clone(),
         engine: rule.engine,
         proxy: rule.proxy.clone(),
         kv: rule.kv.as_ref().zip(inventory).map(|(kv, inventory)| compile_kv(kv, inventory, facts)),
@@ -104,6 +104,10 @@ fn compile_place(rule: &Rule, place: &Place) -> Endpoint {
         retired: endpoint.is_none(),
         role: endpoint.map_or(Role::Normal, |endpoint| endpoint.role),
         nixl_port: endpoint.map_or(0, |endpoint| endpoint.nixl_port),
+        nixl_engine_id: endpoint
+            .map(|endpoint| endpoint.nixl_engine_id.as_str())
+            .filter(|id| !id.is_empty())
+            .map(Into::into),
         shared: Arc::clone(&place.shared),
     }
 }

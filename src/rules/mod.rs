@@ -21,6 +21,7 @@ pub mod compile;
 mod defaults;
 mod endpoints;
 mod kv;
+mod legs;
 mod others;
 mod pools;
 mod prompts;
@@ -44,7 +45,7 @@ use shards::service::{
 
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
-pub use defaults::{DrainPoll, KvDefaults};
+pub use defaults::{DrainPoll, KvDefaults, PdDefaults};
 pub use prompts::PromptOptions;
 pub use readback::{contract_of, readback};
 pub use request::{Oper, Purpose, purpose_of};
@@ -75,6 +76,8 @@ pub struct Rule {
     pub sessions: Option<Sessions>,
     /// `pd_disagg_mode` and what goes with it; none = one pool.
     pub pd: Option<Disagg>,
+    /// `pdAuthKeyFile`: where its key was read from.
+    pub pd_auth_key_file: Option<PathBuf>,
     /// `kvEngineType`.
     pub engine: Engine,
     /// How requests are carried, beside where to.
@@ -259,6 +262,8 @@ pub struct RuleEndpoint {
     pub role: Role,
     /// `nixl_port`: used by P/D rules alone.
     pub nixl_port: u16,
+    /// `nixl_engine_id`: used by P/D rules with `pdNixlPush` alone; empty = not said.
+    pub nixl_engine_id: String,
     /// Where its cache events come from; none for rules without KV-exact routing, for decode endpoints, and for
     /// TensorRT-LLM endpoints that do not push theirs.
     pub events: Option<EventSource>,

@@ -7,6 +7,7 @@ use shards::service::{Disagg, Engine, PrefixHashing, Select, SessionSource, Sess
 use crate::fields::{Fields, Report};
 
 use super::check::Facts;
+use super::{KvDefaults, legs};
 
 /// `pd_session_ttl_sec` of P/D rules that do not say, seconds.
 const PD_SESSION_TTL: u64 = 300;
@@ -137,7 +138,9 @@ pub(super) fn read_disagg(
     report: &mut Report,
     facts: &Facts,
     engine: Engine,
+    defaults: &KvDefaults,
 ) -> Option<Disagg> {
+    let legs = legs::read(fields, report, facts, engine);
     // 0 means the default, as the reference has it.
     let some = |value: Option<i64>, default: i64| value.filter(|value| *value != 0).unwrap_or(default);
     let threshold = fields.int_in(report, "pd_cache_threshold", 0..=100);
@@ -156,6 +159,10 @@ pub(super) fn read_disagg(
         cache_threshold: some(threshold, CACHE_THRESHOLD) as u8,
         balance_threshold: some(balance, BALANCE_THRESHOLD) as u8,
         bootstrap_port,
+        push: legs.push,
+        auth_key: legs.auth_key,
+        prefill_floor: defaults.pd.prefill_floor,
+        ladder: defaults.pd.ladder,
     })
 }
 

@@ -108,20 +108,22 @@ fn pools_have_the_reference_defaults_and_what_a_rule_says() {
         assert_eq!(accepted(&readback(&rule, ServiceId(0), &[])), rule);
         (rule.pd.expect("a P/D rule"), rule.sessions.expect("P/D rules keep sessions"))
     };
-    let default = Disagg { cache_aware: false, cache_threshold: 20, balance_threshold: 3, bootstrap_port: 8998 };
+    let by_default = Disagg::default();
+    let stated = (by_default.cache_aware, by_default.cache_threshold, by_default.balance_threshold);
+    assert_eq!((stated, by_default.bootstrap_port), ((false, 20, 3), 8998));
     let (pools, sessions) = disagg(json!({}));
-    assert_eq!((pools, sessions.ttl.as_secs(), sessions.source), (default, 300, None));
+    assert_eq!((pools, sessions.ttl.as_secs(), sessions.source), (by_default, 300, None));
     let zeros = json!({"pd_cache_aware_mode": true, "pd_cache_threshold": 0, "pd_balance_abs_threshold": 0,
         "pd_session_ttl_sec": 0});
     let (pools, sessions) = disagg(zeros);
-    assert_eq!((pools, sessions.ttl.as_secs()), (Disagg { cache_aware: true, ..default }, 300));
+    assert_eq!((pools, sessions.ttl.as_secs()), (Disagg { cache_aware: true, ..Disagg::default() }, 300));
     let own = json!({"pd_cache_aware_mode": true, "pd_cache_threshold": 100, "pd_balance_abs_threshold": 255,
         "pd_session_ttl_sec": 7, "session_header_name": "x-s"});
     let (pools, sessions) = disagg(own);
-    assert_eq!(pools, Disagg { cache_aware: true, cache_threshold: 100, balance_threshold: 255, ..default });
+    assert_eq!(pools, Disagg { cache_aware: true, cache_threshold: 100, balance_threshold: 255, ..Disagg::default() });
     assert_eq!(sessions.ttl.as_secs(), 7);
     let sglang = json!({"kvEngineType": "sglang", "kvHashAlgo": null, "pdBootstrapPort": 9000});
-    assert_eq!(disagg(sglang).0, Disagg { bootstrap_port: 9000, ..default });
+    assert_eq!(disagg(sglang).0, Disagg { bootstrap_port: 9000, ..Disagg::default() });
     for (changes, text) in [
         (json!({"pdBootstrapPort": 9000}), "pd-bootstrap-port requires pd_disagg_mode=true and kv-engine-type sglang"),
         (json!({"pd_cache_threshold": 101}), "pd_cache_threshold: 101 is not within 0 to 100"),

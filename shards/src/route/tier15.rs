@@ -145,7 +145,7 @@ fn claimed(kv: &KvExact, claims: &[Claimed], most: u64, rows: &Rows) -> Option<C
 }
 
 /// A claim's tokens in whole blocks: the end of a prompt that fills none is never held.
-fn whole_blocks(kv: &KvExact, claim: Claimed) -> u64 {
+pub(super) fn whole_blocks(kv: &KvExact, claim: Claimed) -> u64 {
     let block = u64::from(kv.block_tokens.max(1));
     claim.tokens / block * block
 }

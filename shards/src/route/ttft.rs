@@ -22,11 +22,12 @@
 //! computed tokens at the price of later first ones. It is 200 by default: a token that is computed again also takes the
 //! place of another one in a cache.
 //!
-//! Equals take turns.
+//! Of equals the one that has more of the prompt now; what is equal in that too takes turns.
 
 use super::facts::Claimed;
 use super::overlap::DEVICE_WORTH;
 use super::rows::{Rows, Ties};
+use super::tier15::whole_blocks;
 use crate::rates::{Pace, work};
 use crate::service::{KvExact, Service};
 
@@ -70,7 +71,7 @@ pub(super) fn choose(
     rows.key.extend(rows.worth.iter().map(|worth| worth / DEVICE_WORTH));
     for claim in claims {
         if let Some(held) = rows.key.get_mut(claim.endpoint.index()) {
-            *held = (*held).max(claim.tokens);
+            *held = (*held).max(whole_blocks(kv, *claim));
         }
     }
     let busy = busy.note(rows).min(BUSY_MOST);
@@ -84,7 +85,8 @@ pub(super) fn choose(
             rows.key[place] = ((factor * seconds).min(COST_MOST) * UNITS) as u64;
         }
     }
-    let place = ties.least(rows.candidates(), |place| rows.key[place])?;
+    // Of equals the one that has more of the prompt now: what is only on its way may not come.
+    let place = ties.least(rows.candidates(), |place| (rows.key[place], u64::MAX - rows.worth[place]))?;
     Some((place, rows.key[place]))
 }
 

@@ -161,3 +161,15 @@ fn what_will_be_stored_soon_counts_as_stored_and_is_no_hit() {
     assert_eq!(decision.tier, Tier::Select);
     assert_ne!(decision.endpoint, EndpointIndex(2));
 }
+
+#[test]
+fn what_is_held_wins_over_as_much_that_is_on_its_way() {
+    let mut fleet = Fleet::new(2).kv(|kv| kv.blend = Blend::Ttft);
+    let claims = [Claimed { endpoint: EndpointIndex(1), rank: None, tokens: LONG }];
+    let runs = [run(0, 0, 100)];
+    let evidence = Evidence::Scored { prompt_tokens: LONG, runs: &runs };
+    for _ in 0..8 {
+        let decision = fleet.with_facts(&Facts { claims: &claims, ..Facts::of(evidence) }).expect("candidates");
+        assert_eq!((decision.endpoint.0, decision.tier), (0, Tier::KvExact));
+    }
+}
