@@ -248,7 +248,7 @@ pub const SERVICE: &[Member] = &[
     ),
     plain("routeHeader", Flag, "false", "true", "Answers name the endpoint and why it was chosen"),
     plain("scrapeMetrics", Flag, "false", "true", "Read the engines' own metrics"),
-    of(Pd, "pd_trie_nodes_max", Int(64, 65_536), "8192", "1024", "Places of the tree of texts"),
+    of(Pd, "pd_trie_nodes_max", Int(64, 65_536), "32768", "1024", "Places of the tree of texts"),
     of(Kv, "kvThroughput", Int(0, 1000), "200", "100", "Weight of an engine's speed in mode ttft, percent"),
     of(Kv, "kvClaimMs", U32, "2000", "500", "How long what a request will have stored counts ahead; 0 = not at all"),
     of(Kv, "kvLoadPenalty", Int(1, 100_000), "32", "64", "Weight of load in soft modes"),
