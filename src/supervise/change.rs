@@ -85,7 +85,8 @@ impl Supervisor {
             Selector::Name(_) => 0,
         };
         if waiting > 0 {
-            self.keep(&self.registry.entries().to_vec()).await?;
+            let entries = self.registry.entries().to_vec();
+            self.keep(&entries).await?;
             self.publish();
         }
         Ok(count + waiting)

@@ -237,7 +237,8 @@ pub fn summary(cells: &[Cell]) -> String {
 /// round robin at all.
 pub fn shortfalls(cells: &[Cell]) -> Vec<String> {
     const WITHIN: f64 = 1.03;
-    let figures: [(&str, fn(&Row) -> f64); 2] = [("mean", |row| row.mean), ("p90", |row| row.p90)];
+    type Figure = (&'static str, fn(&Row) -> f64);
+    let figures: [Figure; 2] = [("mean", |row| row.mean), ("p90", |row| row.p90)];
     let mut found = Vec::new();
     for cell in cells {
         for own in [TTFT, Kind::TtftNoRelief].into_iter().filter_map(|kind| cell.row(kind)) {
