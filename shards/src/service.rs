@@ -22,6 +22,12 @@ use crate::prompt::Rendering;
 use crate::rates::Rates;
 use crate::usage::Statements;
 
+mod policy;
+mod ring;
+
+pub use policy::{Blend, Disagg, PrefixHashing, Role, Select, SessionSource, Sessions};
+pub use ring::Ring;
+
 /// Everything a shard needs to serve: handed over whole, swapped at once.
 #[derive(Debug)]
 pub struct Tables {
@@ -48,6 +54,14 @@ pub struct Service {
     pub model: Option<String>,
     /// Which endpoint a request goes to that nothing else decides (`sel`).
     pub select: Select,
+    /// How prompts' beginnings are hashed, where `select` asks for it.
+    pub hashing: PrefixHashing,
+    /// The ring of [`Select::BoundedHash`]; none for others.
+    pub ring: Option<Ring>,
+    /// Sessions that stay where they are; none = requests are on their own.
+    pub sessions: Option<Sessions>,
+    /// Prefill and decode on separate endpoints; none = one pool.
+    pub pd: Option<Disagg>,
     /// Engine kind behind the rule.
     pub engine: Engine,
     /// KV-exact routing; none = plain load balancing.
@@ -67,13 +81,39 @@ pub enum PathMatch {
     Exact(String),
 }
 
-/// Selection of an endpoint where no tier above decides (`sel`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Select {
-    /// 0: each shard goes round the candidates, starting at an offset of its own.
-    RoundRobin,
-    /// 4: the candidate with the fewest requests in flight.
-    LeastConnections,
+impl Service {
+    /// A rule without anything special: round robin, for any host, path and model, with state of its own.
+    #[must_use]
+    pub fn plain(id: ServiceId, listen: SocketAddr, endpoints: Vec<Endpoint>, shards: usize) -> Self {
+        Service {
+            id,
+            name: String::new(),
+            listen,
+            host: None,
+            path: None,
+            model: None,
+            select: Select::RoundRobin,
+            hashing: PrefixHashing::default(),
+            ring: None,
+            sessions: None,
+            pd: None,
+            engine: Engine::Vllm,
+            kv: None,
+            endpoints,
+            shared: Arc::new(ServiceShared::new(shards)),
+        }
+    }
+
+    /// The ring that the rule's `sel` asks for; call it when `endpoints`, `select` and `hashing` are there.
+    #[must_use]
+    pub fn with_ring(self) -> Self {
+        let wanted = self.select == Select::BoundedHash;
+        let in_rule = self.endpoints.iter().filter(|endpoint| !endpoint.retired);
+        let ring = wanted.then(|| {
+            Ring::new(in_rule.map(|endpoint| (endpoint.shared.index, endpoint.address)), self.hashing.replication)
+        });
+        Service { ring, ..self }
+    }
 }
 
 /// Engine kinds (`kvEngineType`).
@@ -130,6 +170,13 @@ pub struct KvExact {
     pub add_bos: Option<bool>,
     /// How engines are asked for the ids of chats that they render in code (`kvEngineRender`); none = they are not.
     pub engine_render: Option<EngineRender>,
+    /// How overlap is weighed against load (`LOXILB_KV_LB_MODE`).
+    pub blend: Blend,
+    /// What a request in flight costs in the soft blends, over the endpoint's blocks (`LOXILB_KV_LOAD_PENALTY`).
+    pub load_penalty: u32,
+    /// What the endpoints can do together, which the adaptive blends measure load by (`LOXILB_KV_CAP_SUM_MILLI`); none =
+    /// as much as the fleet they were tuned on.
+    pub capacity_sum_milli: Option<u32>,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -147,6 +194,33 @@ pub struct KvExact {
 }
 
 impl KvExact {
+    /// Routing by KV cache with every other value as it is by default in a single pool.
+    #[must_use]
+    pub fn with_defaults(block_tokens: u32, contract: Contract, inventory: inventory::ReaderFactory) -> Self {
+        KvExact {
+            block_tokens,
+            contract,
+            algo_given: true,
+            other_forms: Vec::new(),
+            weights: MediumWeights::default(),
+            adapters: HashMap::new(),
+            chat_template: None,
+            chat_template_kwargs: None,
+            add_bos: None,
+            engine_render: None,
+            blend: Blend::default(),
+            load_penalty: 32,
+            capacity_sum_milli: None,
+            min_match_tokens: 16,
+            spill_relief: true,
+            mean_load_factor: 175,
+            seed_every: 16,
+            seed_min_blocks: 16,
+            zero_hit_every: 50,
+            inventory,
+        }
+    }
+
     /// How the service's engines turn requests into prompts.
     #[must_use]
     pub fn rendering(&self, engine: Engine) -> Rendering<'_> {
@@ -214,11 +288,30 @@ pub struct Endpoint {
     pub backup: bool,
     /// No longer in the rule.
     pub retired: bool,
+    /// What it does for the rule.
+    pub role: Role,
+    /// Where its NIXL side channel listens (`nixl_port`); 0 = not said.
+    pub nixl_port: u16,
     /// State carried over updates.
     pub shared: Arc<EndpointShared>,
 }
 
 impl Endpoint {
+    /// An endpoint without anything special, of weight 1.
+    #[must_use]
+    pub fn at(address: SocketAddr, shared: EndpointShared) -> Self {
+        Endpoint {
+            address,
+            dns_name: None,
+            weight: 1,
+            backup: false,
+            retired: false,
+            role: Role::Normal,
+            nixl_port: 0,
+            shared: Arc::new(shared),
+        }
+    }
+
     /// Whether a tier may choose the endpoint: in the rule, up, not draining.
     #[must_use]
     pub fn is_candidate(&self) -> bool {
@@ -363,6 +456,40 @@ pub struct ServiceStats {
     pub client_gone: AtomicU64,
 }
 
+/// What an engine says of itself in its metrics: written by whoever scrapes them, which is also who takes back what is
+/// too old to be believed.
+#[derive(Debug, Default)]
+pub struct EngineLoad {
+    /// Requests that wait in the engine, plus 1; 0 = not known.
+    queued: AtomicU32,
+    /// Blocks of its cache (`num_gpu_blocks`); 0 = not known.
+    blocks: AtomicU32,
+}
+
+impl EngineLoad {
+    /// Notes what the engine says of its queue; none where it says nothing, or long ago.
+    pub fn set_queued(&self, requests: Option<u32>) {
+        self.queued.store(requests.map_or(0, |requests| requests.saturating_add(1)), Ordering::Relaxed);
+    }
+
+    /// Notes how many blocks the engine's cache has.
+    pub fn set_blocks(&self, blocks: Option<u32>) {
+        self.blocks.store(blocks.unwrap_or(0), Ordering::Relaxed);
+    }
+
+    /// Requests that wait in the engine, as of the last scrape.
+    #[must_use]
+    pub fn queued(&self) -> Option<u32> {
+        self.queued.load(Ordering::Relaxed).checked_sub(1)
+    }
+
+    /// Blocks of the engine's cache.
+    #[must_use]
+    pub fn blocks(&self) -> Option<u32> {
+        Some(self.blocks.load(Ordering::Relaxed)).filter(|blocks| *blocks > 0)
+    }
+}
+
 /// State of an endpoint that outlives a compilation: found again by service and address.
 #[derive(Debug)]
 pub struct EndpointShared {
@@ -377,6 +504,8 @@ pub struct EndpointShared {
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
+    /// What its engine says of its load, as far as somebody asks.
+    pub engine: EngineLoad,
     /// How soon its answers begin.
     pub rates: Rates,
     /// What shards expect its engine to hold, for the ingest thread.
@@ -399,6 +528,7 @@ impl EndpointShared {
             up: AtomicBool::new(true),
             connect_failures: AtomicU32::new(0),
             kv_blocks: AtomicU64::new(0),
+            engine: EngineLoad::default(),
             rates: Rates::default(),
             predictions: Predictions::default(),
             bos: BosEvidence::default(),

@@ -2,7 +2,6 @@
 
 mod support;
 
-use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,7 +12,7 @@ use shards::block::{Contract, HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ShardId};
 use shards::inventory::{self, Writer};
 use shards::prompt::{Api, Entry, Job, Keying, Model, ModelFiles, ModelTable, Rendering, Step};
-use shards::service::{self, EngineRender, KvExact, MediumWeights, MissReason, Tables};
+use shards::service::{self, EngineRender, KvExact, MissReason, Tables};
 use shards::shard::Command;
 use support::*;
 
@@ -69,23 +68,11 @@ fn gateway_asking(
     let mut gateway = Gateway::start(rung, limits(), &addresses);
     let mut service = service(0, gateway.address, &addresses);
     service.kv = Some(KvExact {
-        block_tokens: BLOCK_TOKENS,
-        contract: contract(),
-        algo_given: true,
         other_forms: vec![Tagging::MmOffset],
-        weights: MediumWeights::default(),
-        adapters: HashMap::new(),
-        chat_template: None,
-        chat_template_kwargs: None,
-        add_bos: None,
         engine_render,
-        min_match_tokens: 16,
         spill_relief: false,
-        mean_load_factor: 175,
         seed_every: 0,
-        seed_min_blocks: 16,
-        zero_hit_every: 50,
-        inventory: factory,
+        ..KvExact::with_defaults(BLOCK_TOKENS, contract(), factory)
     });
     gateway.service = Arc::new(service);
     let models = ModelTable::new([("m".to_owned(), Entry::Ready(Arc::clone(model)))]);

@@ -10,6 +10,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::json;
 use shards::ids::{EndpointIndex, ServiceId};
 use shards::inventory::ReaderFactory;
+use shards::service::Role;
 
 use super::Context;
 
@@ -28,7 +29,11 @@ pub(super) async fn dump(State(context): State<Context>, Query(query): Query<Has
     let view = context.control.view();
     let found = view.entry(service).and_then(|entry| {
         let index = EndpointIndex(u16::try_from(ep_idx).ok()?);
-        entry.places.get(index.index())?.in_rule?;
+        let endpoint = &entry.rule.endpoints[entry.places.get(index.index())?.in_rule?];
+        // Decode endpoints have none.
+        if endpoint.role == Role::Decode {
+            return None;
+        }
         Some((index, entry.inventory.clone()?, entry.rule.kv.as_ref()?.algo))
     });
     let Some((endpoint, readers, algo)) = found else {

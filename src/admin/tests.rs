@@ -248,20 +248,15 @@ fn what_cannot_be_done_changes_nothing_and_says_why() {
         rule["serviceArguments"][name] = value;
         rule.to_string()
     };
-    let roles: Vec<Value> =
-        [1, 2].map(|role| json!({"endpointIP": format!("10.0.0.{role}"), "targetPort": 8080, "ep_role": role})).into();
-    let disaggregated = json!({"serviceArguments": {"externalIP": "127.0.0.1", "port": 8080, "mode": 4,
-        "pd_disagg_mode": true, "kvExactMode": 1}, "endpoints": roles});
     let cases: Vec<(String, u16, &str)> = vec![
         ("{".to_owned(), 400, "not JSON"),
         ("[]".to_owned(), 400, "expected a table, found a list"),
         ("{}".to_owned(), 400, "serviceArguments: missing"),
         (with("mode", json!(null)), 400, "mode must be 4 (fullproxy)"),
         (with("kvBlockSize", json!(1)), 400, "kvBlockSize: 1 is not within 4 to 65536"),
-        (with("sel", json!(8)), 501, "sel: 8 is not built yet"),
+        (with("sel", json!(7)), 400, "sel: 7"),
         (with("security", json!(1)), 501, "security: 1 is refused"),
         (with("kvEngineType", json!("llamacpp2")), 400, "kv-engine-type must be one of"),
-        (disaggregated.to_string(), 501, "P/D disaggregation is not built yet"),
         (plain(taken_port, json!([engine.endpoint()])).to_string(), 409, "cannot listen at 127.0.0.1"),
         (plain(gateway.ready.admin.port(), json!([engine.endpoint()])).to_string(), 409, "cannot listen at"),
         (format!("\"{}\"", "x".repeat(2 << 20)), 413, "length limit"),

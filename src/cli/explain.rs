@@ -14,7 +14,7 @@ use shards::ids::{BlockKey, EndpointIndex, Rank, ServiceId, ShardId};
 use shards::inventory::{self, Medium, Run};
 use shards::load::{LoadSlot, LoadTable};
 use shards::prompt::{Api, BodyView, Keying, Preview, preview};
-use shards::route::{Chooser, Decision, Evidence, Turn, decide};
+use shards::route::{Chooser, Decision, Evidence, Facts, Turn, decide};
 use shards::service::{EndpointShared, MissReason, PathMatch, Service, ServiceShared};
 
 use super::Outcome;
@@ -248,7 +248,7 @@ fn decision(service: &Service, prompt: &Result<Preview, MissReason>, held: Optio
     };
     let loads = LoadTable::new(1, service.endpoints.len());
     let mut turn = Turn::starting_at(ShardId(0));
-    decide(service, evidence, &[], &mut Chooser { shard: ShardId(0), loads: &loads, turn: &mut turn })
+    decide(service, &Facts::of(evidence), &mut Chooser { shard: ShardId(0), loads: &loads, turn: &mut turn })
 }
 
 impl Story {
@@ -267,7 +267,7 @@ impl Story {
         });
         let decision = self.decision.as_ref().map(|decision| {
             json!({
-                "tier": tier(decision), "endpoint": self.endpoint(decision.endpoint),
+                "tier": decision.tier.name(), "reason": decision.reason.name(), "endpoint": self.endpoint(decision.endpoint),
                 "hit_blocks": decision.hit_blocks, "miss": decision.miss.map(MissReason::name),
                 "spilled_from": decision.spilled_from.map(|index| self.endpoint(index)),
                 "seeded_from": decision.seeded_from.map(|index| self.endpoint(index)),
@@ -314,7 +314,7 @@ impl Story {
         println!(
             "decision  {} by tier {}: {why}; every endpoint counted as idle",
             self.endpoint(decision.endpoint),
-            tier(decision)
+            decision.tier.name()
         );
     }
 
@@ -332,12 +332,5 @@ impl Story {
         for (number, key) in self.keys.iter().enumerate() {
             println!("          {number} {} {:016x}", key.0, key.0);
         }
-    }
-}
-
-fn tier(decision: &Decision) -> &'static str {
-    match decision.tier {
-        shards::route::Tier::KvExact => "kv_exact",
-        shards::route::Tier::Select => "select",
     }
 }

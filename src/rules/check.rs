@@ -5,11 +5,11 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
 
-use shards::service::{Engine, Select};
+use shards::service::Engine;
 
 use crate::fields::{Dialect, Fields, Node, Problem, Report, Value};
 
-use super::{EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others};
+use super::{EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others, pools};
 
 /// The load-balancer mode in which connections are ended and requests are read.
 const FULLPROXY: i64 = 4;
@@ -67,10 +67,14 @@ pub fn check(
     check_refusals(fields, report);
     warn_of_unused(fields, report, &facts, &kv::KV_OPTIONS);
     let (engine, kv) = kv::read(fields, report, &facts, defaults);
+    let select = pools::read_select(fields, report);
     let mut rule = Rule {
         key,
         name: text(fields, report, "name"),
-        select: read_select(fields, report),
+        select,
+        hashing: pools::read_hashing(fields, report, select),
+        sessions: pools::read_sessions(fields, report, &facts, select),
+        pd: pools::read_disagg(fields, report, &facts, engine),
         engine,
         kv,
         engine_token: read_token(fields, report),
@@ -106,7 +110,8 @@ pub(super) fn warn_of_unused(fields: &mut Fields<'_>, report: &mut Report, facts
     if facts.exact_mode != 0 || given.is_empty() {
         return false;
     }
-    fields.warn(report, given[0], format!("without kvExactMode 3 these have no effect: {}", given.join(", ")));
+    let mode = if facts.pd { 1 } else { 3 };
+    fields.warn(report, given[0], format!("without kvExactMode {mode} these have no effect: {}", given.join(", ")));
     true
 }
 
@@ -150,12 +155,7 @@ fn check_pd(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts) {
             "kvExactMode",
             "kv-exact zmq mode requires pd_disagg_mode=true (use kvExactMode=3 for a single pool)",
         ),
-        (true, _) => fields.not_yet(
-            report,
-            "pd_disagg_mode",
-            "P/D disaggregation is not built yet: use kvExactMode=3 with one pool of endpoints",
-        ),
-        (false, _) => {}
+        (_, _) => {}
     }
 }
 
@@ -258,22 +258,6 @@ fn read_path_match(fields: &mut Fields<'_>, report: &mut Report, path_prefix: &s
     mode
 }
 
-fn read_select(fields: &mut Fields<'_>, report: &mut Report) -> Select {
-    match fields.int(report, "sel").unwrap_or(0) {
-        0 => return Select::RoundRobin,
-        4 => return Select::LeastConnections,
-        sel @ (1..=3 | 5 | 8..=10) => fields.not_yet(
-            report,
-            "sel",
-            format!("{sel} is not built yet: write 0 (round robin) or 4 (least connections)"),
-        ),
-        6 => fields.invalid(report, "sel", "6 (n3) works with udp only"),
-        7 => fields.invalid(report, "sel", "7 is reserved"),
-        sel => fields.invalid(report, "sel", format!("{sel} is not within 0 to 10")),
-    }
-    Select::RoundRobin
-}
-
 /// A text of bounded length without control characters; empty where absent.
 fn text(fields: &mut Fields<'_>, report: &mut Report, name: &str) -> String {
     let value = fields.text(report, name).unwrap_or_default();
@@ -287,9 +271,9 @@ fn text(fields: &mut Fields<'_>, report: &mut Report, name: &str) -> String {
 }
 
 impl Facts {
-    /// Whether the rule routes a single pool by KV cache: what is built.
-    pub(super) fn single_pool(&self) -> bool {
-        self.exact_mode == 3
+    /// Whether the rule routes by KV cache.
+    pub(super) fn is_exact(&self) -> bool {
+        self.exact_mode == if self.pd { 1 } else { 3 }
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use shards::ids::ServiceId;
 use shards::inventory::ReaderFactory;
-use shards::service::{Endpoint, EndpointShared, KvExact, Service, ServiceShared};
+use shards::service::{Endpoint, EndpointShared, KvExact, Role, Service, ServiceShared};
 
 use crate::discovery::ServiceFacts;
 
@@ -34,7 +34,7 @@ pub fn compile(
     facts: &ServiceFacts,
 ) -> Service {
     let some = |text: &String| (!text.is_empty()).then(|| text.clone());
-    Service {
+    let service = Service {
         id,
         name: rule.name.clone(),
         listen: rule.key.listen(),
@@ -42,11 +42,16 @@ pub fn compile(
         path: rule.key.path(),
         model: some(&rule.key.model),
         select: rule.select,
+        hashing: rule.hashing,
+        ring: None,
+        sessions: rule.sessions.clone(),
+        pd: rule.pd,
         engine: rule.engine,
         kv: rule.kv.as_ref().zip(inventory).map(|(kv, inventory)| compile_kv(kv, inventory, facts)),
         endpoints: places.iter().map(|place| compile_place(rule, place)).collect(),
         shared,
-    }
+    };
+    service.with_ring()
 }
 
 fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> KvExact {
@@ -65,6 +70,9 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         chat_template_kwargs: kv.prompts.template_kwargs.clone(),
         add_bos: kv.prompts.add_bos,
         engine_render: kv.prompts.engine_render,
+        blend: kv.blend,
+        load_penalty: kv.load_penalty,
+        capacity_sum_milli: kv.capacity_sum_milli,
         min_match_tokens: kv.min_match_tokens,
         spill_relief: kv.spill_relief,
         mean_load_factor: kv.mean_load_factor,
@@ -89,6 +97,8 @@ fn compile_place(rule: &Rule, place: &Place) -> Endpoint {
         weight: endpoint.filter(|_| place.address.is_some()).map_or(0, |endpoint| endpoint.weight),
         backup: endpoint.is_some_and(|endpoint| endpoint.backup),
         retired: endpoint.is_none(),
+        role: endpoint.map_or(Role::Normal, |endpoint| endpoint.role),
+        nixl_port: endpoint.map_or(0, |endpoint| endpoint.nixl_port),
         shared: Arc::clone(&place.shared),
     }
 }

@@ -2,9 +2,16 @@
 
 use std::ops::RangeInclusive;
 
+use shards::route::CAPACITY_REFERENCE_MILLI;
+use shards::service::Blend;
+
 use crate::fields::{Kind, Problem};
 
 use super::SEED_BYTES_MAX;
+
+/// What `LOXILB_KV_CAP_SUM_MILLI` may be: from an eighth to eight times of what the adaptive blends were tuned on.
+pub(super) const CAPACITY_SUM: RangeInclusive<u32> =
+    CAPACITY_REFERENCE_MILLI.div_ceil(8)..=8 * CAPACITY_REFERENCE_MILLI;
 
 /// What a rule gets where it says nothing itself: the variable, else the default.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,7 +20,13 @@ pub struct KvDefaults {
     pub seed: Option<String>,
     /// `LLB_KV_MIN_MATCH_TOKENS`, 0 to 4096.
     pub min_match_tokens: u32,
-    /// `LOXILB_KV_SPILL_RELIEF`; unset = on in mode 3.
+    /// `LOXILB_KV_LB_MODE`, else what `LOXILB_KV_UNIFIED_MODE` means.
+    pub blend: Blend,
+    /// `LOXILB_KV_LOAD_PENALTY`, 1 to 100,000.
+    pub load_penalty: u32,
+    /// `LOXILB_KV_CAP_SUM_MILLI`; unset = the fleet that the adaptive blends were tuned on.
+    pub capacity_sum_milli: Option<u32>,
+    /// `LOXILB_KV_SPILL_RELIEF`; unset = on in mode 3, off in mode 1.
     pub spill_relief: Option<bool>,
     /// `LOXILB_KV_COLDSTART_SEED_N`.
     pub seed_every: u32,
@@ -50,6 +63,9 @@ impl Default for KvDefaults {
         KvDefaults {
             seed: None,
             min_match_tokens: 16,
+            blend: Blend::default(),
+            load_penalty: 32,
+            capacity_sum_milli: None,
             spill_relief: None,
             seed_every: 16,
             seed_min_blocks: 16,
@@ -73,6 +89,9 @@ impl KvDefaults {
         let value = KvDefaults {
             seed: env.seed("LLB_KV_NONE_HASH_SEED"),
             min_match_tokens: env.number("LLB_KV_MIN_MATCH_TOKENS", 0, 4096, default.min_match_tokens),
+            blend: env.blend(default.blend),
+            load_penalty: env.number("LOXILB_KV_LOAD_PENALTY", 1, 100_000, default.load_penalty),
+            capacity_sum_milli: env.optional("LOXILB_KV_CAP_SUM_MILLI", CAPACITY_SUM),
             spill_relief: env.switch("LOXILB_KV_SPILL_RELIEF"),
             seed_every: env.number("LOXILB_KV_COLDSTART_SEED_N", 0, 1_000_000, default.seed_every),
             seed_min_blocks: env.number("LOXILB_KV_COLDSTART_MIN_BLOCKS", 0, 100_000_000, default.seed_min_blocks),
@@ -96,15 +115,36 @@ impl<F: Fn(&str) -> Option<String>> Env<F> {
         self.problems.push(Problem { kind: Kind::Invalid, line: None, key: name.to_owned(), message });
     }
 
+    fn set(&self, name: &str) -> Option<String> {
+        (self.lookup)(name).filter(|text| !text.is_empty())
+    }
+
     fn number(&mut self, name: &str, min: u32, max: u32, default: u32) -> u32 {
-        let Some(text) = (self.lookup)(name).filter(|text| !text.is_empty()) else { return default };
-        match text.parse() {
-            Ok(value) if (min..=max).contains(&value) => value,
-            _ => {
-                self.problem(name, format!("{text:?} is not a whole number within {min} to {max}"));
-                default
-            }
+        self.optional(name, min..=max).unwrap_or(default)
+    }
+
+    fn optional(&mut self, name: &str, range: RangeInclusive<u32>) -> Option<u32> {
+        let text = self.set(name)?;
+        let value = text.parse().ok().filter(|value| range.contains(value));
+        if value.is_none() {
+            let (min, max) = (range.start(), range.end());
+            self.problem(name, format!("{text:?} is not a whole number within {min} to {max}"));
         }
+        value
+    }
+
+    /// The older switch counts only where the mode is not set.
+    fn blend(&mut self, default: Blend) -> Blend {
+        const NAME: &str = "LOXILB_KV_LB_MODE";
+        let unified = self.switch("LOXILB_KV_UNIFIED_MODE");
+        let Some(text) = self.set(NAME) else {
+            return if unified == Some(false) { Blend::Off } else { default };
+        };
+        Blend::ALL.into_iter().find(|blend| blend.name() == text).unwrap_or_else(|| {
+            let names = Blend::ALL.map(Blend::name).join(", ");
+            self.problem(NAME, format!("{text:?} is none of {names}"));
+            default
+        })
     }
 
     fn short(&mut self, name: &str, range: RangeInclusive<u16>, default: u16) -> u16 {
@@ -124,7 +164,7 @@ impl<F: Fn(&str) -> Option<String>> Env<F> {
     }
 
     fn switch(&mut self, name: &str) -> Option<bool> {
-        let text = (self.lookup)(name).filter(|text| !text.is_empty())?;
+        let text = self.set(name)?;
         match text.to_ascii_lowercase().as_str() {
             "1" | "true" | "on" | "yes" => Some(true),
             "0" | "false" | "off" | "no" => Some(false),
@@ -136,7 +176,7 @@ impl<F: Fn(&str) -> Option<String>> Env<F> {
     }
 
     fn seed(&mut self, name: &str) -> Option<String> {
-        let text = (self.lookup)(name).filter(|text| !text.is_empty())?;
+        let text = self.set(name)?;
         if text.len() > SEED_BYTES_MAX {
             self.problem(name, format!("{text:?} has {} bytes, at most {SEED_BYTES_MAX} are taken", text.len()));
             return None;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
-use shards::service::Engine;
+use shards::service::{Engine, Role};
 
 use crate::fields::{Fields, Report, Value};
 
@@ -34,12 +34,12 @@ pub(super) fn read(
     let mut seen = Seen::default();
     let mut endpoints = Vec::with_capacity(list.len());
     for (index, mut fields) in list.into_iter().enumerate() {
-        let role = fields.int_in(report, "ep_role", 0..=2).unwrap_or(0);
-        (prefill, decode) = (prefill || role == 1, decode || role == 2);
-        check_role(&fields, report, facts, role);
+        let role = read_role(&mut fields, report, facts);
+        (prefill, decode) = (prefill || role == Role::Prefill, decode || role == Role::Decode);
         let before = report.problems.len();
         refuse_options(&mut fields, report, engine);
-        let endpoint = read_one(&mut fields, report, engine, kv);
+        let endpoint =
+            RuleEndpoint { role, ..read_one(&mut fields, report, engine, kv.filter(|_| role != Role::Decode)) };
         if report.problems.len() == before {
             check_loop(&fields, report, facts, &endpoint);
             check_ports(&fields, report, &endpoint, kv.map_or(1, |kv| kv.ranks));
@@ -58,16 +58,22 @@ pub(super) fn read(
     endpoints
 }
 
-fn check_role(fields: &Fields<'_>, report: &mut Report, facts: &Facts, role: i64) {
-    if role == 0 || facts.pd {
-        return;
-    }
-    let message = if facts.single_pool() {
-        format!("{role} is refused: kvExactMode 3 is a single pool, in which every endpoint has ep_role 0")
-    } else {
-        format!("{role} is refused: only rules with pd_disagg_mode have prefill and decode endpoints")
+fn read_role(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts) -> Role {
+    let role = match fields.int_in(report, "ep_role", 0..=2) {
+        Some(1) => Role::Prefill,
+        Some(2) => Role::Decode,
+        _ => Role::Normal,
     };
-    fields.invalid(report, "ep_role", message);
+    if role != Role::Normal && !facts.pd {
+        let number = role.number();
+        let message = if facts.is_exact() {
+            format!("{number} is refused: kvExactMode 3 is a single pool, in which every endpoint has ep_role 0")
+        } else {
+            format!("{number} is refused: only rules with pd_disagg_mode have prefill and decode endpoints")
+        };
+        fields.invalid(report, "ep_role", message);
+    }
+    role
 }
 
 /// Refuses event options of an engine that publishes none.
@@ -170,6 +176,7 @@ fn read_place(fields: &mut Fields<'_>, report: &mut Report, events: Option<Event
         // A list of addresses alone means that all of them count.
         weight: fields.int_in(report, "weight", 0..=WEIGHT_MAX).map_or(1, |weight| weight as u32),
         backup: fields.flag(report, "backup").unwrap_or(false),
+        role: Role::Normal,
         nixl_port: fields.int_in(report, "nixl_port", 0..=65_535).map_or(0, |port| port as u16),
         events,
     }

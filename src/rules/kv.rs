@@ -5,17 +5,21 @@ use std::path::Path;
 use std::sync::Arc;
 
 use shards::block::FIXED_SEED;
-use shards::service::{Engine, MediumWeights};
+use shards::service::{Blend, Engine, MediumWeights};
 
 use crate::fields::{Fields, Report, Value};
 
 use super::check::{ENGINE_DEFAULT, Facts};
+use super::defaults::CAPACITY_SUM;
 use super::{ChatTemplate, DrainPoll, KvAlgo, KvDefaults, KvRule, RANKS_MAX, SEED_BYTES_MAX};
 
 /// `kvZmqPort` of rules that do not say.
 const ZMQ_PORT: i64 = 5557;
 /// `kvWarmupSec` of rules that do not say.
 const WARMUP_SEC: u32 = 30;
+
+/// What `kvCapSumMilli` may be.
+const CAPACITY_SUM_RANGE: std::ops::RangeInclusive<i64> = *CAPACITY_SUM.start() as i64..=*CAPACITY_SUM.end() as i64;
 
 /// Fewest tokens per block. vLLM has no smaller page; with less, the index outgrows the cache it mirrors.
 const BLOCK_TOKENS_MIN: i64 = 4;
@@ -25,7 +29,7 @@ const BLOCK_TOKENS_MAX: i64 = 65_536;
 const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
 
 /// Options that say something only where cache events are followed.
-pub(super) const KV_OPTIONS: [&str; 20] = [
+pub(super) const KV_OPTIONS: [&str; 24] = [
     "kvBlockSize",
     "kvHashAlgo",
     "kvZmqPort",
@@ -38,6 +42,10 @@ pub(super) const KV_OPTIONS: [&str; 20] = [
     "kvEngineRender",
     "kvAdapters",
     "kvMinMatchTokens",
+    "kvLbMode",
+    "kvLoadPenalty",
+    "kvCapSumMilli",
+    "kvZeroHitN",
     "kvSpillRelief",
     "kvColdstartSeedN",
     "kvColdstartMinBlocks",
@@ -52,14 +60,8 @@ pub(super) const KV_OPTIONS: [&str; 20] = [
 const KV_SWITCHES: [&str; 4] = ["kvExactMode", "kvHashAlgoDefault", "kvExactApiMode", "kvModelProfile"];
 
 /// Options that only mean something for prefill and decode pools.
-const PD_OPTIONS: [&str; 6] = [
-    "pd_disagg_mode",
-    "pd_cache_aware_mode",
-    "pdBootstrapPort",
-    "pd_session_ttl_sec",
-    "pd_cache_threshold",
-    "pd_balance_abs_threshold",
-];
+const PD_OPTIONS: [&str; 5] =
+    ["pd_disagg_mode", "pd_cache_aware_mode", "pdBootstrapPort", "pd_cache_threshold", "pd_balance_abs_threshold"];
 
 /// Reads every `kv…` option; the values of rules without KV-exact routing are checked and dropped.
 pub(super) fn read(
@@ -76,7 +78,6 @@ pub(super) fn read(
     let algo = read_algo(fields, report, engine);
     let ranks = read_ranks(fields, report, engine);
     let zmq_port = read_zmq_port(fields, report, engine, ranks);
-    check_bootstrap_port(fields, report, engine, facts);
     let kv = KvRule {
         block_tokens: read_block_tokens(fields, report, engine),
         algo: algo.unwrap_or(default_algo),
@@ -89,16 +90,23 @@ pub(super) fn read(
         prompts: super::prompts::read(fields, report, engine),
         adapters: super::adapters::read(fields, report),
         min_match_tokens: number(fields, report, "kvMinMatchTokens", 0, 4096, defaults.min_match_tokens),
-        spill_relief: fields.flag(report, "kvSpillRelief").or(defaults.spill_relief).unwrap_or(true),
+        blend: read_blend(fields, report, defaults),
+        load_penalty: number(fields, report, "kvLoadPenalty", 1, 100_000, defaults.load_penalty),
+        capacity_sum_milli: fields
+            .int_in(report, "kvCapSumMilli", CAPACITY_SUM_RANGE)
+            .map(|sum| sum as u32)
+            .or(defaults.capacity_sum_milli),
+        // A cold prompt that leaves its queue costs a pool of prefill endpoints more than it saves.
+        spill_relief: fields.flag(report, "kvSpillRelief").or(defaults.spill_relief).unwrap_or(!facts.pd),
         seed_every: number(fields, report, "kvColdstartSeedN", 0, 1_000_000, defaults.seed_every),
         seed_min_blocks: number(fields, report, "kvColdstartMinBlocks", 0, 100_000_000, defaults.seed_min_blocks),
-        zero_hit_every: defaults.zero_hit_every,
+        zero_hit_every: number(fields, report, "kvZeroHitN", 1, 1_000_000, defaults.zero_hit_every),
         mean_load_factor: number(fields, report, "kvMeanLoadFactor", 100, 1000, defaults.mean_load_factor),
         replay_port_offset: read_replay_offset(fields, report, defaults),
         drain_poll: read_drain_poll(fields, report, engine, defaults),
         weights: read_weights(fields, report),
     };
-    if kv.algo == KvAlgo::XxhashCbor && kv.seed.is_none() && facts.single_pool() {
+    if kv.algo == KvAlgo::XxhashCbor && kv.seed.is_none() && facts.is_exact() {
         fields.warn(
             report,
             "kvHashAlgo",
@@ -106,7 +114,7 @@ pub(super) fn read(
              them with PYTHONHASHSEED=0 and write kvNoneHashSeed \"0\"",
         );
     }
-    (engine, facts.single_pool().then_some(kv))
+    (engine, facts.is_exact().then_some(kv))
 }
 
 /// Refuses whatever asks for cache events or for pools of an engine that has neither.
@@ -127,6 +135,15 @@ fn refuse_options(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) 
             }
         }
     }
+}
+
+fn read_blend(fields: &mut Fields<'_>, report: &mut Report, defaults: &KvDefaults) -> Blend {
+    let Some(name) = fields.text_set(report, "kvLbMode") else { return defaults.blend };
+    Blend::ALL.into_iter().find(|blend| blend.name() == name).unwrap_or_else(|| {
+        let names = Blend::ALL.map(|blend| format!("{:?}", blend.name())).join(", ");
+        fields.invalid(report, "kvLbMode", format!("{name:?} is none of {names}"));
+        defaults.blend
+    })
 }
 
 fn number(fields: &mut Fields<'_>, report: &mut Report, name: &str, min: i64, max: i64, default: u32) -> u32 {
@@ -260,14 +277,6 @@ fn read_weights(fields: &mut Fields<'_>, report: &mut Report) -> MediumWeights {
     }
     table.finish(report);
     MediumWeights { cpu, storage }
-}
-
-fn check_bootstrap_port(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, facts: &Facts) {
-    let bootstrap = fields.int_in(report, "pdBootstrapPort", 0..=65_535).unwrap_or(0);
-    if bootstrap != 0 && !(facts.pd && engine == Engine::Sglang) {
-        let message = "pd-bootstrap-port requires pd_disagg_mode=true and kv-engine-type sglang";
-        fields.invalid(report, "pdBootstrapPort", message);
-    }
 }
 
 fn read_warmup(fields: &mut Fields<'_>, report: &mut Report) -> u32 {

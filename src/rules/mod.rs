@@ -6,7 +6,8 @@
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
-//! `kvAdapters`, `kvMinMatchTokens`, `kvSpillRelief`, `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`,
+//! `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
+//! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `pd_session_max`,
 //! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
 
@@ -20,6 +21,7 @@ mod defaults;
 mod endpoints;
 mod kv;
 mod others;
+mod pools;
 mod prompts;
 mod readback;
 mod seal;
@@ -32,7 +34,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use shards::prompt::Rendering;
-use shards::service::{Adapter, Engine, MediumWeights, PathMatch, Select};
+use shards::service::{
+    Adapter, Blend, Disagg, Engine, MediumWeights, PathMatch, PrefixHashing, Role, Select, Sessions,
+};
 
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
@@ -60,9 +64,15 @@ pub struct Rule {
     pub name: String,
     /// `sel`.
     pub select: Select,
+    /// `chwbl_prefix_hash_level`, `chwbl_prefix_hash_flags`, `chwbl_mean_load_factor` and `chwbl_replication`.
+    pub hashing: PrefixHashing,
+    /// `session_header_name`, `pd_session_ttl_sec` and `pd_session_max`, where something of the rule keeps sessions.
+    pub sessions: Option<Sessions>,
+    /// `pd_disagg_mode` and what goes with it; none = one pool.
+    pub pd: Option<Disagg>,
     /// `kvEngineType`.
     pub engine: Engine,
-    /// KV-exact routing (`kvExactMode` 3); none = plain load balancing.
+    /// KV-exact routing (`kvExactMode` 3, or 1 in P/D rules); none = without.
     pub kv: Option<KvRule>,
     /// `engineTokenFile`: what the gateway shows on its own calls.
     pub engine_token: Option<Arc<EngineToken>>,
@@ -176,6 +186,12 @@ pub struct KvRule {
     pub adapters: BTreeMap<String, Adapter>,
     /// `kvMinMatchTokens`: shorter prompts are not scored; 0 = all are.
     pub min_match_tokens: u32,
+    /// `kvLbMode`.
+    pub blend: Blend,
+    /// `kvLoadPenalty`.
+    pub load_penalty: u32,
+    /// `kvCapSumMilli`; none = the fleet that the adaptive blends were tuned on.
+    pub capacity_sum_milli: Option<u32>,
     /// `kvSpillRelief`.
     pub spill_relief: bool,
     /// `kvColdstartSeedN`; 0 = never.
@@ -184,7 +200,7 @@ pub struct KvRule {
     pub seed_min_blocks: u32,
     /// `kvMeanLoadFactor`, percent.
     pub mean_load_factor: u32,
-    /// `LOXILB_KV_ZERO_HIT_N`.
+    /// `kvZeroHitN`.
     pub zero_hit_every: u32,
     /// `kvReplayPortOffset`: where endpoints that name no replay port have theirs, counted from the event port; 0 = they
     /// have none.
@@ -228,10 +244,12 @@ pub struct RuleEndpoint {
     pub weight: u32,
     /// `backup`: used only when no other endpoint is up.
     pub backup: bool,
-    /// `nixl_port`: shown again, used by P/D rules alone.
+    /// `ep_role`.
+    pub role: Role,
+    /// `nixl_port`: used by P/D rules alone.
     pub nixl_port: u16,
-    /// Where its cache events come from; none for rules without KV-exact routing, and for TensorRT-LLM endpoints that
-    /// do not push theirs.
+    /// Where its cache events come from; none for rules without KV-exact routing, for decode endpoints, and for
+    /// TensorRT-LLM endpoints that do not push theirs.
     pub events: Option<EventSource>,
 }
 

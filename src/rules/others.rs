@@ -37,8 +37,7 @@ const fn inert(name: &'static str, kind: Type, note: &'static str) -> Inert {
 
 const PROBES: &str = "kvlane asks every endpoint GET /health each second";
 const LAYER4: &str = "it belongs to packet forwarding, and kvlane proxies HTTP";
-const PD_ONLY: &str = "it concerns P/D rules";
-const HASHING: &str = "it concerns sel 8 to 10, which are not built yet";
+const SALT: &str = "a request's cache_salt counts where chwbl_prefix_hash_flags says so, with or without it";
 const NOT_BUILT: &str = "it is not built yet";
 
 const INERT: &[Inert] = &[
@@ -66,14 +65,7 @@ const INERT: &[Inert] = &[
     inert("max_stream_duration_sec", I32, NOT_BUILT),
     inert("backend_keepalive_interval_sec", I32, NOT_BUILT),
     inert("cb_enable", Flag, "an endpoint that refuses a connection is always taken out at once"),
-    inert("pd_session_ttl_sec", I32, PD_ONLY),
-    inert("pd_cache_threshold", Int(0, 100), PD_ONLY),
-    inert("pd_balance_abs_threshold", Int(0, 255), PD_ONLY),
-    inert("chwbl_prefix_hash_level", Int(1, 3), HASHING),
-    inert("chwbl_prefix_hash_flags", Int(0, 255), HASHING),
-    inert("chwbl_mean_load_factor", Int(100, 300), HASHING),
-    inert("chwbl_replication", Int(1, 1024), HASHING),
-    inert("chwbl_enable_cache_salt", Flag, HASHING),
+    inert("chwbl_enable_cache_salt", Flag, SALT),
     inert("hsts_max_age", U32, "it concerns TLS"),
     inert("hsts_include_subdomains", Flag, "it concerns TLS"),
     inert("hsts_preload", Flag, "it concerns TLS"),
@@ -103,7 +95,6 @@ const REFUSED: &[Refused] = &[
     refused("egress", Flag, None, "kvlane proxies HTTP towards engines only"),
     refused("proxyprotocolv2", Flag, None, "the PROXY protocol is not built yet"),
     refused("backend_protocol", Text, Some("http1"), "HTTP/2 is not built yet: write \"http1\""),
-    refused("session_header_name", Text, None, "sessions are not built yet"),
     refused("mtls_frontend", Any, None, TLS),
     refused("mtls_backend", Any, None, TLS),
     refused("alpn_protocols", Any, None, TLS),

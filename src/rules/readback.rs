@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 use shards::block::FIXED_SEED;
 use shards::ids::ServiceId;
-use shards::service::{Engine, Select};
+use shards::service::{Disagg, Engine, PrefixHashing, Select, Sessions};
 
 use super::{EventPlace, KvRule, Nonce, PathMatchMode, Rule, RuleEndpoint};
 
@@ -46,7 +46,10 @@ fn show_service(rule: &Rule, id: ServiceId) -> Value {
     put("externalIP", json!(rule.key.ip));
     put("port", json!(rule.key.port));
     put("protocol", json!("tcp"));
-    put("sel", json!(sel_number(rule.select)));
+    put("sel", json!(rule.select.number()));
+    if rule.select == Select::Expected {
+        put("selDefault", json!(true));
+    }
     put("mode", json!(4));
     put("security", json!(0));
     put("block", json!(rule.key.block));
@@ -61,7 +64,19 @@ fn show_service(rule: &Rule, id: ServiceId) -> Value {
     if rule.key.path_match != PathMatchMode::Disabled {
         put("path_match_mode", json!(rule.key.path_match.name()));
     }
-    put("kvExactMode", json!(if rule.kv.is_some() { 3 } else { 0 }));
+    show_hashing(rule.hashing, rule.select, &mut put);
+    if let Some(sessions) = &rule.sessions {
+        show_sessions(sessions, &mut put);
+    }
+    if let Some(pd) = &rule.pd {
+        show_disagg(pd, rule.engine, &mut put);
+    }
+    let mode = match (&rule.kv, &rule.pd) {
+        (None, _) => 0,
+        (Some(_), Some(_)) => 1,
+        (Some(_), None) => 3,
+    };
+    put("kvExactMode", json!(mode));
     put("kvEngineType", json!(rule.engine.name()));
     if let Some(kv) = &rule.kv {
         show_kv(rule.engine, kv, &mut put);
@@ -75,12 +90,41 @@ fn show_service(rule: &Rule, id: ServiceId) -> Value {
     Value::Object(map)
 }
 
-/// `sel` of a selection.
-#[must_use]
-pub(super) fn sel_number(select: Select) -> u8 {
-    match select {
-        Select::RoundRobin => 0,
-        Select::LeastConnections => 4,
+fn show_hashing(hashing: PrefixHashing, select: Select, put: &mut impl FnMut(&str, Value)) {
+    let default = PrefixHashing::default();
+    let asked = select.asks_prefix();
+    if asked || hashing.level != default.level {
+        put("chwbl_prefix_hash_level", json!(hashing.level));
+    }
+    if asked || hashing.flags != default.flags {
+        put("chwbl_prefix_hash_flags", json!(hashing.flags));
+    }
+    let bounded = select == Select::BoundedHash;
+    if bounded || hashing.mean_load_factor != default.mean_load_factor {
+        put("chwbl_mean_load_factor", json!(hashing.mean_load_factor));
+    }
+    if bounded || hashing.replication != default.replication {
+        put("chwbl_replication", json!(hashing.replication));
+    }
+}
+
+fn show_sessions(sessions: &Sessions, put: &mut impl FnMut(&str, Value)) {
+    if let Some(source) = &sessions.source {
+        put("session_header_name", json!(super::pools::show_source(source)));
+    }
+    put("pd_session_ttl_sec", json!(sessions.ttl.as_secs()));
+    put("pd_session_max", json!(sessions.max));
+}
+
+fn show_disagg(pd: &Disagg, engine: Engine, put: &mut impl FnMut(&str, Value)) {
+    put("pd_disagg_mode", json!(true));
+    put("pd_cache_aware_mode", json!(pd.cache_aware));
+    if pd.cache_aware {
+        put("pd_cache_threshold", json!(pd.cache_threshold));
+        put("pd_balance_abs_threshold", json!(pd.balance_threshold));
+    }
+    if engine == Engine::Sglang {
+        put("pdBootstrapPort", json!(pd.bootstrap_port));
     }
 }
 
@@ -113,10 +157,16 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
         put("kvAdapters", super::adapters::show(&kv.adapters));
     }
     put("kvMinMatchTokens", json!(kv.min_match_tokens));
+    put("kvLbMode", json!(kv.blend.name()));
+    put("kvLoadPenalty", json!(kv.load_penalty));
+    if let Some(sum) = kv.capacity_sum_milli {
+        put("kvCapSumMilli", json!(sum));
+    }
     put("kvSpillRelief", json!(kv.spill_relief));
     put("kvColdstartSeedN", json!(kv.seed_every));
     put("kvColdstartMinBlocks", json!(kv.seed_min_blocks));
     put("kvMeanLoadFactor", json!(kv.mean_load_factor));
+    put("kvZeroHitN", json!(kv.zero_hit_every));
     put("kvReplayPortOffset", json!(kv.replay_port_offset));
     if engine == Engine::Trtllm {
         put("kvTrtllmPollMinMs", json!(kv.drain_poll.min_ms));
@@ -132,7 +182,7 @@ fn show_endpoint(endpoint: &RuleEndpoint, up: bool) -> Value {
         "weight": endpoint.weight,
         "state": if up { "active" } else { "inactive" },
         "counter": "",
-        "ep_role": 0,
+        "ep_role": endpoint.role.number(),
     });
     let map = value.as_object_mut().expect("the literal above is an object");
     if endpoint.backup {

@@ -120,6 +120,7 @@ fn refusals_name_the_value_and_what_is_expected() {
         (json!({"kvMeanLoadFactor": 99}), "kvMeanLoadFactor: 99 is not within 100 to 1000"),
         (json!({"pdBootstrapPort": 8998}), "pd-bootstrap-port requires pd_disagg_mode=true and kv-engine-type sglang"),
         (json!({"protocol": "udp"}), "protocol: \"udp\" is refused"),
+        (json!({"sel": 5}), "sel: 5 (n2) is refused"),
         (json!({"sel": 6}), "sel: 6 (n3) works with udp only"),
         (json!({"sel": 7}), "sel: 7 is reserved"),
         (json!({"sel": 11}), "sel: 11 is not within 0 to 10"),
@@ -141,7 +142,6 @@ fn refusals_name_the_value_and_what_is_expected() {
 #[test]
 fn what_is_right_but_not_built_is_told_apart() {
     let later = [
-        (json!({"sel": 8}), "sel: 8 is not built yet"),
         (json!({"security": 1}), "security: 1 is refused: TLS is not built yet"),
         (json!({"oper": 1}), "oper: 1 is not built yet"),
         (json!({"adminStateUp": false}), "adminStateUp: false is not built yet"),
@@ -172,8 +172,15 @@ fn the_documented_examples_are_understood() {
     let sglang = json!({"serviceArguments": {"externalIP": "10.1.1.1", "port": 9090, "protocol": "tcp", "sel": 0,
         "mode": 4, "kvExactMode": 3, "kvEngineType": "sglang", "kvDpRankCount": 3, "kvZmqPort": 5561,
         "kvWarmupSec": 30, "kvBlockSize": 16}, "endpoints": two()});
-    let problems = request(&disaggregated).expect_err("not built yet");
-    assert_eq!(problems.iter().map(|p| p.kind).collect::<Vec<_>>(), [Kind::NotYet], "{problems:?}");
+    let (rule, warnings) = request(&disaggregated).expect("accepted");
+    assert_eq!(warnings, []);
+    assert_eq!(rule.endpoints.iter().map(|endpoint| endpoint.role.number()).collect::<Vec<_>>(), [1, 2, 1, 2, 1, 2]);
+    let events: Vec<_> = rule.endpoints.iter().map(|endpoint| endpoint.events.is_some()).collect();
+    assert_eq!(events, [true, false, true, false, true, false], "decode endpoints are not listened to");
+    assert!(!rule.kv.as_ref().expect("a KV rule").spill_relief, "off in mode 1");
+    let shown = readback(&rule, ServiceId(0), &[]);
+    assert_eq!((&shown["serviceArguments"]["kvExactMode"], &shown["endpoints"][1]["ep_role"]), (&json!(1), &json!(2)));
+    assert_eq!(request(&shown).expect("accepted").0, rule, "a readback posted again is the same rule");
     let (rule, warnings) = request(&sglang).expect("accepted");
     let kv = rule.kv.expect("a KV rule");
     assert_eq!((rule.engine, kv.algo, kv.ranks, kv.zmq_port), (Engine::Sglang, KvAlgo::Sha256Sglang, 3, 5561));
@@ -532,7 +539,10 @@ fn llamacpp_is_balanced_and_nothing_else() {
         ("pd_disagg_mode", json!(true)),
         ("pd_cache_aware_mode", json!(true)),
         ("pdBootstrapPort", json!(8998)),
-        ("pd_session_ttl_sec", json!(5)),
+        ("pd_cache_threshold", json!(5)),
+        ("kvLbMode", json!("hard")),
+        ("kvLoadPenalty", json!(32)),
+        ("kvZeroHitN", json!(50)),
     ] {
         let text = format!("{name}: is refused for kv-engine-type llamacpp: it ");
         refused(&of_engine("llamacpp", json!({name: value})), Kind::Invalid, &text);

@@ -1,6 +1,5 @@
 //! What is stored and what decides, all drawn from one seed.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -8,8 +7,8 @@ use shards::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, ServiceId, ShardId};
 use shards::inventory::{self, Run};
 use shards::load::{LoadSlot, LoadTable, Reservation};
-use shards::route::{Chooser, Decision, Evidence, Turn, decide};
-use shards::service::{Endpoint, EndpointShared, Engine, KvExact, MediumWeights, Select, Service, ServiceShared};
+use shards::route::{Chooser, Decision, Evidence, Facts, Turn, decide};
+use shards::service::{Endpoint, EndpointShared, KvExact, Service};
 
 pub use crate::ingest::fleet::Rng;
 
@@ -77,37 +76,11 @@ pub struct Decider {
 impl Decider {
     pub fn new(endpoints: u16, seed: u64) -> Self {
         let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
-        let kv = KvExact {
-            block_tokens: BLOCK_TOKENS,
-            contract: Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED)),
-            algo_given: true,
-            other_forms: Vec::new(),
-            weights: MediumWeights::default(),
-            adapters: HashMap::new(),
-            chat_template: None,
-            chat_template_kwargs: None,
-            add_bos: None,
-            engine_render: None,
-            min_match_tokens: 16,
-            spill_relief: true,
-            mean_load_factor: 175,
-            seed_every: 16,
-            seed_min_blocks: 16,
-            zero_hit_every: 50,
-            inventory,
-        };
+        let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED));
+        let endpoints_of = (0..endpoints).map(endpoint).collect();
         let service = Service {
-            id: ServiceId(0),
-            name: "bench".into(),
-            listen: ([127, 0, 0, 1], 8_000).into(),
-            host: None,
-            path: None,
-            model: None,
-            select: Select::RoundRobin,
-            engine: Engine::Vllm,
-            kv: Some(kv),
-            endpoints: (0..endpoints).map(endpoint).collect(),
-            shared: Arc::new(ServiceShared::new(1)),
+            kv: Some(KvExact::with_defaults(BLOCK_TOKENS, contract, inventory)),
+            ..Service::plain(ServiceId(0), ([127, 0, 0, 1], 8_000).into(), endpoints_of, 1)
         };
         let loads = Arc::new(LoadTable::new(1, usize::from(endpoints)));
         let mut rng = Rng::new(seed ^ 0x10ad);
@@ -120,19 +93,12 @@ impl Decider {
     pub fn decide(&mut self, blocks: usize, runs: &[Run]) -> Option<Decision> {
         let mut chooser = Chooser { shard: ShardId(0), loads: &self.loads, turn: &mut self.turn };
         let prompt_tokens = blocks as u64 * u64::from(BLOCK_TOKENS) + 1;
-        decide(&self.service, Evidence::Scored { prompt_tokens, runs }, &[], &mut chooser)
+        decide(&self.service, &Facts::of(Evidence::Scored { prompt_tokens, runs }), &mut chooser)
     }
 }
 
 fn endpoint(index: u16) -> Endpoint {
     let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 1);
     shared.kv_blocks.store(1_000, Ordering::Relaxed);
-    Endpoint {
-        address: ([127, 0, 0, 1], 9_000).into(),
-        dns_name: None,
-        weight: 1,
-        backup: false,
-        retired: false,
-        shared: Arc::new(shared),
-    }
+    Endpoint::at(([127, 0, 0, 1], 9_000).into(), shared)
 }

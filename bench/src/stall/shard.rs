@@ -1,6 +1,5 @@
 //! One shard as the gateway runs it, with an echo and a timer beside its proxy.
 
-use std::collections::HashMap;
 use std::net::{SocketAddr, TcpListener};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -18,9 +17,7 @@ use shards::limits::Limits;
 use shards::load::{LoadSlot, LoadTable};
 use shards::prompt::{Entry, Model, ModelTable, slug};
 use shards::proxy::{Proxy, SWEEP_EVERY};
-use shards::service::{
-    Endpoint, EndpointShared, Engine, KvExact, MediumWeights, Select, Service, ServiceShared, Tables,
-};
+use shards::service::{Endpoint, EndpointShared, KvExact, Service, Tables};
 
 use super::{BLOCK_TOKENS, contract};
 use crate::e2e::cpu;
@@ -166,43 +163,12 @@ async fn echo(mut stream: monoio::net::TcpStream) {
 }
 
 fn service(listen: SocketAddr, backend: SocketAddr, inventory: ReaderFactory) -> Service {
-    let endpoint = Endpoint {
-        address: backend,
-        dns_name: None,
-        weight: 1,
-        backup: false,
-        retired: false,
-        shared: Arc::new(EndpointShared::new(EndpointIndex(0), LoadSlot(0), 1)),
+    let endpoint = Endpoint::at(backend, EndpointShared::new(EndpointIndex(0), LoadSlot(0), 1));
+    let kv = KvExact {
+        spill_relief: false,
+        seed_every: 0,
+        zero_hit_every: 0,
+        ..KvExact::with_defaults(BLOCK_TOKENS, contract(), inventory)
     };
-    Service {
-        id: ServiceId(0),
-        name: String::new(),
-        listen,
-        host: None,
-        path: None,
-        model: None,
-        select: Select::RoundRobin,
-        engine: Engine::Vllm,
-        kv: Some(KvExact {
-            block_tokens: BLOCK_TOKENS,
-            contract: contract(),
-            algo_given: true,
-            other_forms: Vec::new(),
-            weights: MediumWeights::default(),
-            adapters: HashMap::new(),
-            chat_template: None,
-            chat_template_kwargs: None,
-            add_bos: None,
-            engine_render: None,
-            min_match_tokens: 16,
-            spill_relief: false,
-            mean_load_factor: 175,
-            seed_every: 0,
-            seed_min_blocks: 16,
-            zero_hit_every: 0,
-            inventory,
-        }),
-        endpoints: vec![endpoint],
-        shared: Arc::new(ServiceShared::new(1)),
-    }
+    Service { kv: Some(kv), ..Service::plain(ServiceId(0), listen, vec![endpoint], 1) }
 }

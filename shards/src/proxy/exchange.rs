@@ -20,7 +20,7 @@ use crate::load::Reservation;
 use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
-use crate::route::{self, Chooser, Decision, Tier};
+use crate::route::{self, Chooser, Decision, Facts, Tier};
 use crate::service::{Endpoint, count};
 use crate::usage::Tail;
 
@@ -61,6 +61,11 @@ pub async fn exchange(proxy: &Proxy, client: &mut Client, request: Request, list
     } else {
         match routes.pick(listen, &view) {
             Pick::Service(local) => {
+                if local.service.pd.is_some() {
+                    let refusal =
+                        Refusal::NotImplemented("prefill and decode on separate endpoints are not built yet".into());
+                    return refuse(proxy, client, &request, &refusal).await;
+                }
                 if models::is_asked(&view) {
                     return models::answer(proxy, client, &local, &view).await;
                 }
@@ -225,7 +230,8 @@ impl Attempt<'_> {
         // Nothing is awaited while it is borrowed.
         let mut turn = self.local.turn.borrow_mut();
         let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
-        route::decide(&self.local.service, score.evidence(), tried, &mut chooser)
+        let facts = Facts { tried, ..Facts::of(score.evidence()) };
+        route::decide(&self.local.service, &facts, &mut chooser)
     }
 
     /// What is said when no endpoint is left.

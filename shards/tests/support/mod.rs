@@ -11,7 +11,7 @@ use shards::executor::{Aside, Rung};
 use shards::ids::{EndpointIndex, ServiceId, ShardId};
 use shards::limits::Limits;
 use shards::load::{LoadSlot, LoadTable};
-use shards::service::{Endpoint, EndpointShared, Engine as EngineKind, Select, Service, ServiceShared, Tables};
+use shards::service::{Endpoint, EndpointShared, Service, Tables};
 use shards::shard::{Command, ShardHandle, ShardOptions, spawn};
 
 /// Longest wait for anything; a test that reaches it fails.
@@ -39,27 +39,9 @@ pub fn send(shard: &ShardHandle, command: Command) {
 
 /// A service over endpoints that are up.
 pub fn service(id: u32, listen: SocketAddr, endpoints: &[SocketAddr]) -> Service {
-    let endpoint = |(index, address): (usize, &SocketAddr)| Endpoint {
-        address: *address,
-        dns_name: None,
-        weight: 1,
-        backup: false,
-        retired: false,
-        shared: Arc::new(EndpointShared::new(EndpointIndex(index as u16), LoadSlot(index as u32), 1)),
-    };
-    Service {
-        id: ServiceId(id),
-        name: String::new(),
-        listen,
-        host: None,
-        path: None,
-        model: None,
-        select: Select::RoundRobin,
-        engine: EngineKind::Vllm,
-        kv: None,
-        endpoints: endpoints.iter().enumerate().map(endpoint).collect(),
-        shared: Arc::new(ServiceShared::new(1)),
-    }
+    let shared = |index| EndpointShared::new(EndpointIndex(index as u16), LoadSlot(index as u32), 1);
+    let endpoint = |(index, address): (usize, &SocketAddr)| Endpoint::at(*address, shared(index));
+    Service::plain(ServiceId(id), listen, endpoints.iter().enumerate().map(endpoint).collect(), 1)
 }
 
 impl Gateway {

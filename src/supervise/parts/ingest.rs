@@ -9,7 +9,7 @@ use shards::block::{Contract, FIXED_SEED};
 use shards::ids::{Rank, ServiceId};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
-use shards::service::Engine;
+use shards::service::{Engine, Role};
 use tracing::error;
 
 use crate::admin::{Families, Labels};
@@ -247,7 +247,8 @@ fn report(result: Result<(), crate::ingest::Error>) {
 pub(in crate::supervise) fn sources(entry: &Entry) -> ServiceSources {
     let ranks = entry.rule.kv.as_ref().map_or(0, |kv| kv.ranks);
     let endpoints = entry.places.iter().filter_map(|place| {
-        let endpoint = &entry.rule.endpoints[place.in_rule?];
+        // What a decode endpoint holds is no prompt's.
+        let endpoint = Some(&entry.rule.endpoints[place.in_rule?]).filter(|endpoint| endpoint.role != Role::Decode)?;
         let address = place.address?;
         let ranks = endpoint.events.iter().flat_map(|events| (0..ranks).map(|rank| rank_source(events, address, rank)));
         Some(EndpointSources {

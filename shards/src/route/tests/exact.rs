@@ -1,138 +1,13 @@
-use std::collections::HashMap;
-use std::sync::Arc;
+//! Tier 1.5: overlap, relief, seed, and why it does not decide.
 
-use proptest::prelude::*;
+use std::num::NonZeroU32;
 
 use super::*;
-use crate::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
-use crate::ids::ServiceId;
-use crate::inventory;
-use crate::load::{LoadSlot, Reservation};
-use crate::service::{Endpoint, EndpointShared, Engine, MediumWeights, ServiceShared};
-
-const SHARD: ShardId = ShardId(0);
-/// Enough tokens that the cap of the saving plays no part: 100 blocks and one token.
-const LONG: u64 = 1_601;
-
-/// A service of warm endpoints, without relief or seeding, with loads that tests set.
-struct Fleet {
-    service: Service,
-    loads: Arc<LoadTable>,
-    turn: Turn,
-    in_flight: Vec<Reservation>,
-}
-
-impl Fleet {
-    fn new(endpoints: u16) -> Self {
-        let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
-        let kv = KvExact {
-            block_tokens: 16,
-            contract: Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED)),
-            algo_given: true,
-            other_forms: Vec::new(),
-            weights: MediumWeights::default(),
-            adapters: HashMap::new(),
-            chat_template: None,
-            chat_template_kwargs: None,
-            add_bos: None,
-            engine_render: None,
-            min_match_tokens: 16,
-            spill_relief: false,
-            mean_load_factor: 175,
-            seed_every: 0,
-            seed_min_blocks: 16,
-            zero_hit_every: 50,
-            inventory,
-        };
-        let endpoint = |index: u16| {
-            let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 1);
-            shared.kv_blocks.store(1_000, Ordering::Relaxed);
-            Endpoint {
-                address: ([127, 0, 0, 1], 9_000 + index).into(),
-                dns_name: None,
-                weight: 1,
-                backup: false,
-                retired: false,
-                shared: Arc::new(shared),
-            }
-        };
-        let service = Service {
-            id: ServiceId(0),
-            name: String::new(),
-            listen: ([127, 0, 0, 1], 8_000).into(),
-            host: None,
-            path: None,
-            model: None,
-            select: Select::RoundRobin,
-            engine: Engine::Vllm,
-            kv: Some(kv),
-            endpoints: (0..endpoints).map(endpoint).collect(),
-            shared: Arc::new(ServiceShared::new(1)),
-        };
-        let loads = Arc::new(LoadTable::new(1, usize::from(endpoints)));
-        Fleet { service, loads, turn: Turn::starting_at(SHARD), in_flight: Vec::new() }
-    }
-
-    fn kv(mut self, edit: impl FnOnce(&mut KvExact)) -> Self {
-        edit(self.service.kv.as_mut().expect("a KV rule"));
-        self
-    }
-
-    fn loads(mut self, loads: &[u32]) -> Self {
-        self.set_loads(loads);
-        self
-    }
-
-    fn set_loads(&mut self, loads: &[u32]) {
-        self.in_flight.clear();
-        for (index, &load) in loads.iter().enumerate() {
-            self.in_flight.extend((0..load).map(|_| self.loads.reserve(SHARD, LoadSlot(index as u32), 0)));
-        }
-    }
-
-    fn cold(self, index: usize, blocks: u64) -> Self {
-        self.service.endpoints[index].shared.kv_blocks.store(blocks, Ordering::Relaxed);
-        self
-    }
-
-    fn decide(&mut self, evidence: Evidence<'_>, tried: &[u16]) -> Option<Decision> {
-        let tried: Vec<_> = tried.iter().copied().map(EndpointIndex).collect();
-        let mut chooser = Chooser { shard: SHARD, loads: &self.loads, turn: &mut self.turn };
-        decide(&self.service, evidence, &tried, &mut chooser)
-    }
-
-    /// A decision over (endpoint, blocks) runs at rank 0.
-    fn scored(&mut self, prompt_tokens: u64, runs: &[(u16, u32)]) -> Decision {
-        let runs: Vec<_> = runs.iter().map(|&(endpoint, blocks)| run(endpoint, 0, blocks)).collect();
-        self.decide(Evidence::Scored { prompt_tokens, runs: &runs }, &[]).expect("there are candidates")
-    }
-
-    fn missed(&mut self, reason: MissReason) -> Option<u16> {
-        self.decide(Evidence::None(reason), &[]).map(|decision| decision.endpoint.0)
-    }
-}
-
-fn run(endpoint: u16, rank: u8, blocks: u32) -> Run {
-    Run { endpoint: EndpointIndex(endpoint), rank: Rank(rank), medium: Medium::Device, blocks, block_tokens: None }
-}
-
-/// A hit without diversion at rank 0.
-fn hit(endpoint: u16, hit_blocks: u32) -> Decision {
-    Decision {
-        endpoint: EndpointIndex(endpoint),
-        rank: Some(Rank(0)),
-        tier: Tier::KvExact,
-        hit_blocks,
-        hit_tokens: u64::from(hit_blocks) * 16,
-        miss: None,
-        spilled_from: None,
-        seeded_from: None,
-    }
-}
+use crate::service::{MediumWeights, Select};
 
 #[test]
 fn the_longest_run_wins_whatever_the_loads_and_the_least_loaded_of_equals() {
-    let check = |loads: &[u32], runs: &[(u16, u32)], expected: Decision| {
+    let check = |loads: &[u32], runs: &[(u16, u32)], expected: Brief| {
         assert_eq!(Fleet::new(4).loads(loads).scored(LONG, runs), expected, "loads {loads:?}, runs {runs:?}");
     };
     check(&[0, 0, 0, 0], &[(2, 1)], hit(2, 1));
@@ -146,7 +21,7 @@ fn the_best_rank_stands_for_its_endpoint_and_is_conveyed() {
     let mut fleet = Fleet::new(4);
     let runs = [run(1, 0, 3), run(1, 2, 8), run(1, 3, 5), run(2, 1, 7)];
     let decision = fleet.decide(Evidence::Scored { prompt_tokens: LONG, runs: &runs }, &[]).unwrap();
-    assert_eq!(decision, Decision { rank: Some(Rank(2)), ..hit(1, 8) });
+    assert_eq!(Brief::of(&decision), Brief { rank: Some(Rank(2)), ..hit(1, 8) });
 }
 
 #[test]
@@ -186,8 +61,8 @@ fn holders_with_blocks_of_other_sizes_are_compared_and_predicted_in_tokens() {
     let of = |endpoint, blocks, size| Run { block_tokens: NonZeroU32::new(size), ..run(endpoint, 0, blocks) };
     let check = |tokens, runs: &[Run], endpoint, blocks, size| {
         let decision = Fleet::new(3).decide(Evidence::Scored { prompt_tokens: tokens, runs }, &[]).unwrap();
-        let expected = Decision { hit_tokens: u64::from(blocks) * size, ..hit(endpoint, blocks) };
-        assert_eq!(decision, expected, "{tokens} tokens, {runs:?}");
+        let expected = Brief { hit_tokens: u64::from(blocks) * size, ..hit(endpoint, blocks) };
+        assert_eq!(Brief::of(&decision), expected, "{tokens} tokens, {runs:?}");
     };
     // 5 × 16 = 80 tokens are less than 2 × 64, and more than 9 × 8.
     check(LONG, &[run(0, 0, 5), of(1, 2, 64)], 1, 2, 64);
@@ -198,7 +73,7 @@ fn holders_with_blocks_of_other_sizes_are_compared_and_predicted_in_tokens() {
     // Less than one block of the rule is a whole block of an engine with smaller ones.
     let mut fleet = Fleet::new(2).kv(|kv| kv.block_tokens = 128);
     let decision = fleet.decide(Evidence::Scored { prompt_tokens: 40, runs: &[of(1, 2, 16)] }, &[]).unwrap();
-    assert_eq!(decision, Decision { hit_tokens: 32, ..hit(1, 2) });
+    assert_eq!(Brief::of(&decision), Brief { hit_tokens: 32, ..hit(1, 2) });
     assert_eq!(fleet.scored(40, &[]).miss, Some(MissReason::Hashes));
 }
 
@@ -303,7 +178,8 @@ fn relief_moves_a_hit_from_a_winner_at_the_cap_to_the_least_loaded_below_it() {
         let mut fleet = Fleet::new(4).loads(loads).kv(|kv| (kv.spill_relief, kv.mean_load_factor) = (true, factor));
         let decision = fleet.scored(LONG, &[(0, 9), (2, 4)]);
         let blocks = [9, 0, 4, 0][usize::from(expected)];
-        let moved = Decision { rank: None, spilled_from: Some(EndpointIndex(0)), ..hit(expected, blocks) };
+        let rank = (blocks > 0).then_some(Rank(0));
+        let moved = Brief { rank, spilled_from: Some(EndpointIndex(0)), ..hit(expected, blocks) };
         let stayed = hit(0, 9);
         assert_eq!(decision, if expected == 0 { stayed } else { moved }, "factor {factor}, loads {loads:?}");
     };
@@ -353,7 +229,7 @@ fn of_32_hits_beside_a_cold_endpoint_the_16th_and_the_32nd_are_diverted() {
             std::mem::swap(&mut fleet.turn, &mut turns[hit_number % 3]);
             let decision = fleet.scored(LONG, &[(0, 9), (3, 2)]);
             if decision.seeded_from.is_some() {
-                let expected = Decision { rank: None, seeded_from: Some(EndpointIndex(0)), ..hit(3, 2) };
+                let expected = Brief { seeded_from: Some(EndpointIndex(0)), ..hit(3, 2) };
                 assert_eq!(decision, expected);
             }
             decision.seeded_from.is_some()
@@ -393,75 +269,8 @@ fn seeding_counts_hits_only_while_another_candidate_is_cold() {
 #[test]
 fn a_hit_that_spilled_can_still_be_the_seeded_one() {
     let mut fleet = Fleet::new(3).loads(&[4, 0, 1]).cold(2, 0).kv(|kv| (kv.spill_relief, kv.seed_every) = (true, 2));
-    let spilled = Decision { rank: None, spilled_from: Some(EndpointIndex(0)), ..hit(1, 0) };
+    let spilled = Brief { rank: None, spilled_from: Some(EndpointIndex(0)), ..hit(1, 0) };
     assert_eq!(fleet.scored(LONG, &[(0, 9)]), spilled);
-    let both = Decision { endpoint: EndpointIndex(2), seeded_from: Some(EndpointIndex(0)), ..spilled };
+    let both = Brief { endpoint: EndpointIndex(2), seeded_from: Some(EndpointIndex(0)), ..spilled };
     assert_eq!(fleet.scored(LONG, &[(0, 9)]), both);
-}
-
-/// An endpoint as drawn: up, weight, backup, retired, load, blocks.
-type Drawn = (bool, u32, bool, bool, u32, u64);
-
-fn drawn_fleet(drawn: &[Drawn], select: Select, relief: bool, every: u32) -> Fleet {
-    let mut fleet = Fleet::new(drawn.len() as u16).kv(|kv| (kv.spill_relief, kv.seed_every) = (relief, every));
-    fleet.service.select = select;
-    for (index, &(up, weight, backup, retired, _, blocks)) in drawn.iter().enumerate() {
-        let endpoint = &mut fleet.service.endpoints[index];
-        (endpoint.weight, endpoint.backup, endpoint.retired) = (weight, backup, retired);
-        endpoint.shared.kv_blocks.store(blocks, Ordering::Relaxed);
-        if !up {
-            endpoint.shared.mark_down();
-        }
-    }
-    fleet.set_loads(&drawn.iter().map(|drawn| drawn.4).collect::<Vec<_>>());
-    fleet
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
-
-    #[test]
-    fn equal_inputs_give_equal_decisions_and_only_a_candidate_is_chosen(
-        drawn in proptest::collection::vec(
-            (any::<bool>(), 0..3_u32, any::<bool>(), proptest::bool::weighted(0.1), 0..5_u32, 0..40_u64), 1..12),
-        least in any::<bool>(),
-        relief in any::<bool>(),
-        every in 0..4_u32,
-        requests in proptest::collection::vec(
-            (0..200_u64, proptest::collection::vec((0..14_u16, 0..4_u8, 0..9_u32), 0..10),
-             proptest::collection::vec(0..12_u16, 0..3)), 1..20),
-    ) {
-        let select = if least { Select::LeastConnections } else { Select::RoundRobin };
-        let mut fleets = [0, 1].map(|_| drawn_fleet(&drawn, select, relief, every));
-        for (prompt_tokens, runs, tried) in requests {
-            let runs: Vec<_> = runs.into_iter().map(|(endpoint, rank, blocks)| run(endpoint, rank, blocks)).collect();
-            let evidence = Evidence::Scored { prompt_tokens, runs: &runs };
-            let [first, second] = fleets.each_mut().map(|fleet| fleet.decide(evidence, &tried));
-            prop_assert_eq!(&first, &second);
-            let usable = |backup: bool| {
-                let tried = &tried;
-                drawn.iter().enumerate().filter(move |(index, drawn)| {
-                    drawn.0 && drawn.1 > 0 && drawn.2 == backup && !drawn.3 && !tried.contains(&(*index as u16))
-                }).map(|(index, _)| index).collect::<Vec<_>>()
-            };
-            let candidates = if usable(false).is_empty() { usable(true) } else { usable(false) };
-            let Some(decision) = first else {
-                prop_assert!(candidates.is_empty(), "who could have taken it was not asked");
-                continue;
-            };
-            prop_assert!(candidates.contains(&decision.endpoint.index()));
-            let best = |index: usize| {
-                runs.iter().filter(|run| run.endpoint.index() == index).map(|run| run.blocks).max().unwrap_or(0)
-            };
-            let usable_blocks = (prompt_tokens.saturating_sub(1) / 16) as u32;
-            prop_assert_eq!(decision.miss.is_some(), decision.tier == Tier::Select);
-            if decision.tier == Tier::KvExact {
-                prop_assert_eq!(decision.hit_blocks, best(decision.endpoint.index()).min(usable_blocks));
-                prop_assert_eq!(decision.hit_tokens, u64::from(decision.hit_blocks) * 16);
-                let winner = decision.seeded_from.or(decision.spilled_from).unwrap_or(decision.endpoint);
-                let longest = candidates.iter().map(|&index| best(index)).max();
-                prop_assert_eq!(Some(best(winner.index())), longest);
-            }
-        }
-    }
 }

@@ -1,0 +1,27 @@
+//! What follows a choice by overlap: relief for a winner that is too busy, and a share for endpoints that have nothing.
+
+use std::sync::atomic::Ordering;
+
+use super::rows::Rows;
+use crate::service::{KvExact, ServiceShared};
+
+/// Who takes the request over from a winner at or over the fleet-wide cap: the least loaded below its own, the lowest
+/// index among equals.
+pub(super) fn relief(factor: u32, winner: usize, rows: &Rows) -> Option<usize> {
+    let below = |place: &usize| u64::from(rows.load[*place]) < rows.fleet_cap(*place, factor);
+    if below(&winner) {
+        return None;
+    }
+    // The first of several minima is the one with the lowest index.
+    rows.candidates().filter(below).min_by_key(|place| rows.load[*place])
+}
+
+/// The cold endpoint whose turn this hit is, if it is one's. Counts the hit.
+pub(super) fn seed(shared: &ServiceShared, kv: &KvExact, winner: usize, rows: &Rows) -> Option<usize> {
+    if kv.seed_every == 0 {
+        return None;
+    }
+    let cold = rows.cold.into_iter().flatten().find(|place| *place != winner)?;
+    let tick = shared.seed_ticks.fetch_add(1, Ordering::Relaxed) + 1;
+    tick.is_multiple_of(u64::from(kv.seed_every)).then_some(cold)
+}

@@ -1,0 +1,208 @@
+//! The endpoints as one decision sees them, and what one shard keeps from decision to decision.
+
+use std::sync::atomic::Ordering;
+
+use super::Chooser;
+use crate::ids::{EndpointIndex, ShardId};
+use crate::load::{Load, LoadSlot, LoadTable};
+use crate::service::{Role, Service};
+
+/// Most blocks that an engine's cache counts as; more would only be a lie, or beyond what multiplies without overflow.
+pub(super) const CAPACITY_MAX: u32 = 8_000_000;
+/// Most requests that enter a cap, for the same reason.
+const TOTAL_MAX: u64 = 1 << 30;
+
+/// What one shard keeps for one service from decision to decision: whose turn it is, and memory to decide in.
+#[derive(Debug, Default)]
+pub struct Turn {
+    /// Endpoint that round robin looks at next.
+    pub(super) next: usize,
+    /// Whose turn it is among equals.
+    pub(super) ties: Ties,
+    /// What weighted round robin owes each endpoint.
+    pub(super) owed: Vec<i64>,
+    /// Rounds of weighted round robin by which this shard is ahead at its first.
+    pub(super) ahead: usize,
+    /// A row per endpoint, filled anew for each decision.
+    pub(super) rows: Rows,
+}
+
+impl Turn {
+    /// Each shard starts at another endpoint.
+    #[must_use]
+    pub fn starting_at(shard: ShardId) -> Self {
+        let place = shard.index();
+        Turn { next: place, ties: Ties(u32::from(shard.0)), owed: Vec::new(), ahead: place, rows: Rows::default() }
+    }
+}
+
+/// Breaks ties.
+#[derive(Debug, Default)]
+pub(super) struct Ties(u32);
+
+impl Ties {
+    /// A number below `count`, evenly spread over any regular subsequence of the ties too: a plain counter would give
+    /// every other tie (and so one of two alternating prompts) to the same endpoints again and again. The multiples of
+    /// the golden ratio have that property.
+    fn next_below(&mut self, count: usize) -> usize {
+        let fraction = self.0.wrapping_mul(0x9e37_79b9);
+        self.0 = self.0.wrapping_add(1);
+        ((u64::from(fraction) * count as u64) >> 32) as usize
+    }
+
+    /// The place with the least key; equals take turns.
+    pub(super) fn least<K: Ord + Copy>(
+        &mut self,
+        places: impl Iterator<Item = usize> + Clone,
+        key: impl Fn(usize) -> K,
+    ) -> Option<usize> {
+        let mut first = None;
+        let mut equals = 0;
+        for place in places.clone() {
+            let own = key(place);
+            match first {
+                Some((_, least)) if own > least => {}
+                Some((_, least)) if own == least => equals += 1,
+                _ => (first, equals) = (Some((place, own)), 1),
+            }
+        }
+        let (place, least) = first?;
+        if equals == 1 {
+            return Some(place);
+        }
+        let turn = self.next_below(equals);
+        places.filter(|place| key(*place) == least).nth(turn)
+    }
+}
+
+/// The endpoints of a service by index, a column per property.
+#[derive(Debug, Default)]
+pub(super) struct Rows {
+    /// Whether it may be chosen.
+    pub(super) candidate: Vec<bool>,
+    /// Requests in flight.
+    pub(super) load: Vec<u32>,
+    /// Blocks of its engine's cache, at most `CAPACITY_MAX`; 0 = not known.
+    capacity: Vec<u32>,
+    /// What the best of its runs is worth, in hundredths of a token in device memory.
+    pub(super) worth: Vec<u64>,
+    /// Place of that run among the request's runs.
+    pub(super) run: Vec<u32>,
+    /// Candidates whose `worth` is not 0.
+    pub(super) holders: Vec<u16>,
+    /// How many are candidates.
+    pub(super) candidates: u32,
+    /// Requests in flight at all candidates.
+    pub(super) total: u64,
+    /// The two first cold candidates: one of them may be the winner.
+    pub(super) cold: [Option<usize>; 2],
+    /// The candidates are the backups.
+    pub(super) backups: bool,
+    /// The candidates' role.
+    pub(super) role: Role,
+    /// What the least of is looked for, where that is not a column of its own.
+    pub(super) key: Vec<u64>,
+    /// Capacity of candidates that do not tell theirs: the mean of those that do, else 1.
+    capacity_else: u64,
+    /// Capacity of all candidates.
+    pub(super) capacity_sum: u64,
+}
+
+impl Rows {
+    /// Reads who of a role is a candidate and what it is loaded with.
+    pub(super) fn fill(&mut self, service: &Service, role: Role, tried: &[EndpointIndex], chooser: &Loads<'_>) {
+        self.role = role;
+        self.backups = false;
+        self.read(service, tried, chooser);
+        if self.candidates == 0 && service.endpoints.iter().any(|endpoint| endpoint.backup) {
+            self.backups = true;
+            self.read(service, tried, chooser);
+        }
+    }
+
+    fn read(&mut self, service: &Service, tried: &[EndpointIndex], loads: &Loads<'_>) {
+        let count = service.endpoints.len();
+        self.candidate.clear();
+        self.load.clear();
+        self.capacity.clear();
+        self.worth.clear();
+        self.worth.resize(count, 0);
+        self.run.resize(count, 0);
+        self.holders.clear();
+        (self.candidates, self.total, self.cold) = (0, 0, [None; 2]);
+        // A floor of 0 means that only an empty endpoint is cold.
+        let floor = service.kv.as_ref().map_or(0, |kv| u64::from(kv.seed_min_blocks.max(1)));
+        let (mut known, mut known_sum) = (0_u64, 0_u64);
+        for (index, endpoint) in service.endpoints.iter().enumerate() {
+            let usable = endpoint.role == self.role && endpoint.backup == self.backups && endpoint.is_candidate();
+            let candidate = usable && !tried.iter().any(|tried| tried.index() == index);
+            self.candidate.push(candidate);
+            if !candidate {
+                self.load.push(0);
+                self.capacity.push(0);
+                continue;
+            }
+            let shared = &*endpoint.shared;
+            let in_flight = loads.of(shared.slot);
+            let load = in_flight.requests();
+            let capacity = shared.engine.blocks().map_or(0, |blocks| blocks.min(CAPACITY_MAX));
+            self.load.push(load);
+            self.capacity.push(capacity);
+            self.candidates += 1;
+            self.total += u64::from(load);
+            known += u64::from(capacity > 0);
+            known_sum += u64::from(capacity);
+            if self.cold[1].is_none() && shared.kv_blocks.load(Ordering::Relaxed) < floor {
+                let place = usize::from(self.cold[0].is_some());
+                self.cold[place] = Some(index);
+            }
+        }
+        self.capacity_else = known_sum.checked_div(known).unwrap_or(1);
+        self.capacity_sum = known_sum + (u64::from(self.candidates) - known) * self.capacity_else;
+    }
+
+    /// The candidates' places.
+    pub(super) fn candidates(&self) -> impl Iterator<Item = usize> + Clone {
+        self.candidate.iter().enumerate().filter(|(_, candidate)| **candidate).map(|(place, _)| place)
+    }
+
+    /// Whether the endpoint may be chosen.
+    pub(super) fn is_candidate(&self, index: EndpointIndex) -> bool {
+        self.candidate.get(index.index()).copied().unwrap_or(false)
+    }
+
+    /// Blocks that the candidate's cache counts as.
+    pub(super) fn capacity(&self, place: usize) -> u64 {
+        match self.capacity[place] {
+            0 => self.capacity_else,
+            blocks => u64::from(blocks),
+        }
+    }
+
+    /// Requests from which on a candidate has its share of the load of all: ⌈factor × total × own / (100 × sum)⌉ for
+    /// capacities `own` and `sum`, and at least 1.
+    pub(super) fn fleet_cap(&self, place: usize, factor: u32) -> u64 {
+        cap(factor, self.total, self.capacity(place), self.capacity_sum)
+    }
+}
+
+/// ⌈factor × total × own / (100 × sum)⌉, at least 1; the factor is in percent.
+pub(super) fn cap(factor: u32, total: u64, own: u64, sum: u64) -> u64 {
+    (u64::from(factor) * total.min(TOTAL_MAX) * own).div_ceil(100 * sum.max(1)).max(1)
+}
+
+/// The load table as one shard reads it.
+pub(super) struct Loads<'a> {
+    shard: ShardId,
+    table: &'a LoadTable,
+}
+
+impl<'a> Loads<'a> {
+    pub(super) fn of_chooser(chooser: &Chooser<'a>) -> Self {
+        Loads { shard: chooser.shard, table: chooser.loads }
+    }
+
+    fn of(&self, slot: LoadSlot) -> Load {
+        self.table.seen_by(self.shard, slot)
+    }
+}

@@ -1,0 +1,141 @@
+//! Tier 1.5: the endpoint by what it has of the prompt.
+
+use super::blend;
+use super::decision::{Decision, Reason, Terms, Tier};
+use super::facts::{Claimed, Evidence, Facts};
+use super::overlap::{DEVICE_WORTH, block_tokens, overlap};
+use super::relief::{relief, seed};
+use super::rows::{Rows, Turn};
+use crate::ids::EndpointIndex;
+use crate::inventory::Run;
+use crate::service::{KvExact, MissReason, Service};
+
+/// Requests in flight up to which an endpoint gets more of what it is about to have, also where the fleet-wide cap is
+/// lower: so many cold prompts that come at once with the same beginning wait for one of them.
+const CLAIM_LOAD: u64 = 8;
+
+/// The decision by overlap or by what will be stored soon, or why there is none.
+pub(super) fn decide(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> Result<Decision, MissReason> {
+    let Some(kv) = &service.kv else { return Err(MissReason::ModeOff) };
+    let (prompt_tokens, runs) = match facts.evidence {
+        Evidence::None(reason) => return Err(reason),
+        Evidence::Scored { prompt_tokens, runs } => (prompt_tokens, runs),
+    };
+    let prompt = Prompt { kv, tokens: prompt_tokens, runs };
+    let Turn { rows, ties, .. } = turn;
+    let most = match overlap(kv, prompt_tokens, runs, rows) {
+        Ok(most) => most,
+        Err(reason @ (MissReason::NoWorker | MissReason::Excluded)) => {
+            let claim = claimed(kv, facts.claims, 0, rows).ok_or(reason)?;
+            return Ok(prompt.by_claim(claim, Some(reason), rows));
+        }
+        Err(reason) => return Err(reason),
+    };
+    let (winner, mut decision) = match claimed(kv, facts.claims, most, rows) {
+        Some(claim) => (claim.endpoint.index(), prompt.by_claim(claim, None, rows)),
+        None => by_overlap(&prompt, most, rows, ties).ok_or(MissReason::NoWorker)?,
+    };
+    decision.best_tokens = blend::best(most, rows).map_or(0, |place| prompt.hit_at(place, rows).1);
+    // What has nothing yet at the claimed endpoint is no hit, and is neither counted nor diverted.
+    if decision.tier == Tier::KvExact
+        && let Some(cold) = seed(&service.shared, kv, winner, rows)
+    {
+        let seeded_from = Some(EndpointIndex(winner as u16));
+        decision = Decision { seeded_from, reason: Reason::Seed, ..prompt.moved(decision, cold, rows) };
+    }
+    Ok(decision)
+}
+
+/// The holder by the blend, and who relieves it. Returns the holder and the decision.
+fn by_overlap(prompt: &Prompt<'_>, most: u64, rows: &Rows, ties: &mut super::rows::Ties) -> Option<(usize, Decision)> {
+    let kv = prompt.kv;
+    let choice = blend::choose(kv, most, rows, ties)?;
+    let winner = choice.place;
+    let spilled = rows.worth[winner] < most;
+    let reason = if spilled { Reason::Blend } else { Reason::Overlap };
+    let mut decision = prompt.at(winner, Tier::KvExact, reason, rows);
+    (decision.terms.cap, decision.terms.cost) = (choice.cap, choice.cost);
+    if spilled {
+        decision.spilled_from = blend::best(most, rows).map(|place| EndpointIndex(place as u16));
+    } else if kv.spill_relief {
+        let factor = blend::factor(kv, rows);
+        decision.terms.cap = rows.fleet_cap(winner, factor);
+        if let Some(relieving) = relief(factor, winner, rows) {
+            decision.spilled_from = Some(EndpointIndex(winner as u16));
+            decision = Decision { reason: Reason::Relief, ..prompt.moved(decision, relieving, rows) };
+        }
+    }
+    Some((winner, decision))
+}
+
+/// The candidate that will have most of the prompt soon, where that is more than anybody has now, and where it is not too
+/// busy for it: the least loaded of equals, the first of those.
+fn claimed(kv: &KvExact, claims: &[Claimed], most: u64, rows: &Rows) -> Option<Claimed> {
+    let bound = |claim: &Claimed| rows.fleet_cap(claim.endpoint.index(), kv.mean_load_factor).max(CLAIM_LOAD);
+    let load = |claim: &Claimed| rows.load[claim.endpoint.index()];
+    let more = |claim: &&Claimed| {
+        claim.tokens.saturating_mul(DEVICE_WORTH) > most
+            && rows.is_candidate(claim.endpoint)
+            && u64::from(load(claim)) < bound(claim)
+    };
+    claims.iter().filter(more).min_by_key(|claim| (u64::MAX - claim.tokens, load(claim))).copied()
+}
+
+/// A prompt that was scored.
+struct Prompt<'a> {
+    kv: &'a KvExact,
+    tokens: u64,
+    runs: &'a [Run],
+}
+
+impl Prompt<'_> {
+    /// Blocks and tokens that hit at a place. The engine recomputes at least the last token.
+    fn hit_at(&self, place: usize, rows: &Rows) -> (u32, u64) {
+        let Some(run) = self.run_at(place, rows) else { return (0, 0) };
+        let block_tokens = block_tokens(self.kv, run);
+        let usable = self.tokens.saturating_sub(1) / block_tokens;
+        let blocks = u32::try_from(usable).map_or(run.blocks, |usable| usable.min(run.blocks));
+        (blocks, u64::from(blocks) * block_tokens)
+    }
+
+    fn run_at(&self, place: usize, rows: &Rows) -> Option<&Run> {
+        (rows.worth[place] > 0).then(|| &self.runs[rows.run[place] as usize])
+    }
+
+    fn at(&self, place: usize, tier: Tier, reason: Reason, rows: &Rows) -> Decision {
+        let possible = self.tokens / u64::from(self.kv.block_tokens.max(1));
+        let decision = Decision {
+            possible_blocks: u32::try_from(possible).unwrap_or(u32::MAX),
+            terms: Terms { total: rows.total, candidates: rows.candidates, ..Terms::default() },
+            ..Decision::new(place, tier, reason)
+        };
+        self.moved(decision, place, rows)
+    }
+
+    /// The decision for another place.
+    fn moved(&self, decision: Decision, place: usize, rows: &Rows) -> Decision {
+        let (hit_blocks, hit_tokens) = self.hit_at(place, rows);
+        Decision {
+            endpoint: EndpointIndex(place as u16),
+            rank: self.run_at(place, rows).map(|run| run.rank),
+            hit_blocks,
+            hit_tokens,
+            claimed_tokens: 0,
+            terms: Terms { load: rows.load[place], ..decision.terms },
+            ..decision
+        }
+    }
+
+    /// The decision for an endpoint that will have the prompt's beginning soon. It is a hit where it has some already.
+    fn by_claim(&self, claim: Claimed, miss: Option<MissReason>, rows: &Rows) -> Decision {
+        let place = claim.endpoint.index();
+        let tier = if rows.worth[place] > 0 { Tier::KvExact } else { Tier::Claim };
+        let decision = self.at(place, tier, Reason::Claim, rows);
+        Decision {
+            rank: Some(claim.rank),
+            claimed_tokens: claim.tokens.min(self.tokens).saturating_sub(decision.hit_tokens),
+            miss,
+            ..decision
+        }
+    }
+}
