@@ -6,7 +6,7 @@ use serde_json::Value;
 use shards::block::sglang::EventFormat;
 use shards::block::vllm::Tagging;
 use shards::block::{Lora, Release};
-use shards::service::Adapter;
+use shards::service::{Adapter, Engine};
 
 /// Most models, and most adapters, of one endpoint and of one service that are taken notice of. Further adapters are
 /// routed without keys; further models are loaded when a request asks for them.
@@ -32,6 +32,20 @@ impl EndpointFacts {
     #[must_use]
     pub fn release(&self) -> Option<Release> {
         self.version.as_deref().and_then(Release::parse)
+    }
+
+    /// Whether its release takes the ids of a chat's prompt along with the chat, checks them, and leaves those out that
+    /// it cannot use: vLLM 0.32 in `kv_transfer_params`, SGLang 0.5.13, TensorRT-LLM 1.3 (older ones refuse members that
+    /// they do not know).
+    #[must_use]
+    pub fn takes_ids(&self, engine: Engine) -> bool {
+        let since = match engine {
+            Engine::Vllm => Release::new(0, 32, 0),
+            Engine::Sglang => Release::new(0, 5, 13),
+            Engine::Trtllm => Release::new(1, 3, 0),
+            Engine::Llamacpp => return false,
+        };
+        self.release().is_some_and(|release| release >= since)
     }
 
     /// Reads `GET /version`; false when it is no such answer.

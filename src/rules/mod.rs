@@ -6,7 +6,7 @@
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
-//! `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
+//! `kvSendPromptIds`, `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
 //! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `pd_session_max`,
 //! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
@@ -180,7 +180,7 @@ pub struct KvRule {
     pub seed: Option<String>,
     /// `kvChatTemplate`.
     pub chat_template: Option<ChatTemplate>,
-    /// `kvChatTemplateKwargs`, `kvAddBos` and `kvEngineRender`.
+    /// `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender` and `kvSendPromptIds`.
     pub prompts: PromptOptions,
     /// `kvAdapters`: adapters by the name that requests ask for; they win over what engines list.
     pub adapters: BTreeMap<String, Adapter>,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use shards::ids::ServiceId;
-use shards::service::Engine;
+use shards::service::{EndpointShared, Engine};
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
@@ -29,6 +29,7 @@ struct Target {
     engine: Engine,
     address: SocketAddr,
     token: Option<Arc<EngineToken>>,
+    shared: Arc<EndpointShared>,
 }
 
 /// Asks every endpoint of a KV rule, over and over, and hands on what is new.
@@ -77,8 +78,8 @@ fn keys(entry: &Entry) -> impl Iterator<Item = Key> {
 fn targets(entry: &Entry) -> Vec<Target> {
     let target = |place: &Place| {
         let address = place.address.filter(|_| place.shared.is_up())?;
-        let token = entry.rule.engine_token.clone();
-        Some(Target { key: (entry.id, place.shared.index), engine: entry.rule.engine, address, token })
+        let (token, shared) = (entry.rule.engine_token.clone(), Arc::clone(&place.shared));
+        Some(Target { key: (entry.id, place.shared.index), engine: entry.rule.engine, address, token, shared })
     };
     let wanted = entry.rule.kv.is_some();
     entry.in_rule().filter(|_| wanted).filter_map(target).collect()
@@ -126,6 +127,7 @@ async fn ask_all(control: &Control, targets: Vec<Target>) {
         if before != found.access {
             tell(&target, &found.access);
         }
+        target.shared.set_takes_ids(found.facts.takes_ids(target.engine));
         control.discovery.put(target.key, found);
     }
 }

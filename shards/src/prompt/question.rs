@@ -13,6 +13,9 @@ use crate::service::{Engine, EngineRender};
 /// Longest question, bytes of the request's messages. Longer chats are routed without keys.
 const QUESTION_BYTES_MAX: usize = 4 * 1024 * 1024;
 
+/// Longest messages whose ids are sent along, bytes of JSON: what is spliced takes well under a millisecond.
+const IDS_BYTES_MAX: usize = 256 * 1024;
+
 /// Beginnings of the kinds of parts that are no text.
 const MEDIA: [&str; 5] = ["\"image", "\"video", "\"audio", "\"input_image", "\"input_audio"];
 
@@ -84,6 +87,17 @@ fn exceeds_sglang(view: &BodyView<'_>) -> bool {
     chosen || view.reasoning.is_some() || view.add_generation_prompt.is_some() || view.input_ids.is_some()
 }
 
+/// Whether the ids that the gateway makes of a request may be sent along with it: a chat of nothing but text, of which the
+/// engine cuts nothing off, which ends where its last message ends, and which brings no ids of its own.
+#[must_use]
+pub fn may_bring_ids(api: Api, view: &BodyView<'_>) -> bool {
+    let BodyView { messages, unkeyable, truncate_prompt_tokens, input_ids, prompt_token_ids, .. } = view;
+    let continued = view.continue_final_message.is_some_and(|raw| raw != "false");
+    let own = unkeyable.is_some() || input_ids.is_some() || prompt_token_ids.is_some();
+    let text = messages.is_some_and(|list| list.len() <= IDS_BYTES_MAX && !has_media(list));
+    api == Api::ChatCompletions && text && !own && !continued && truncate_prompt_tokens.is_none()
+}
+
 /// Whether there may be parts that are no text: their blocks have more in their keys than tokens.
 fn has_media(list: &str) -> bool {
     MEDIA.iter().any(|kind| memmem::find(list.as_bytes(), kind.as_bytes()).is_some())
@@ -140,6 +154,26 @@ mod tests {
         }
         let image = r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}"#;
         assert_eq!(question(CHAT, image, Engine::Vllm, Render), None);
+    }
+
+    #[test]
+    fn ids_go_only_with_whole_chats_of_text() {
+        for (path, more, may) in [
+            (CHAT, "", true),
+            (CHAT, r#","stream":true,"tools":[],"continue_final_message":false,"kv_transfer_params":{"a":1}"#, true),
+            (CHAT, r#","continue_final_message":true"#, false),
+            (CHAT, r#","truncate_prompt_tokens":9"#, false),
+            (CHAT, r#","input_ids":[1]"#, false),
+            (CHAT, r#","prompt_token_ids":[1]"#, false),
+            (CHAT, r#","kv_transfer_params":{"prompt_token_ids":[1]}"#, false),
+            (CHAT, r#","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]"#, false),
+            ("/v1/messages", "", false),
+            ("/v1/completions", r#","prompt":"x""#, false),
+        ] {
+            let body = format!(r#"{{"messages":[{{"role":"user","content":"u"}}]{more}}}"#);
+            let view = BodyView::parse(body.as_bytes()).expect("JSON");
+            assert_eq!(may_bring_ids(Api::of("POST", path).expect("a prompt"), &view), may, "{path} {more}");
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::time::Instant;
 use super::Proxy;
 use super::answer::Refusal;
 use super::client::{Client, Request, is_ours};
+use super::handed;
 use super::models;
 use super::relay::{self, Fault, Heard, Terms};
 use super::routes::{LocalService, Pick, RequestView, Routes};
@@ -142,6 +143,8 @@ struct Sent<'a> {
     reservation: &'a mut Reservation,
     /// Tokens of its prompt that the endpoint will have to compute.
     uncached: u64,
+    /// The ids of its prompt as a JSON list, where the rule hands them on.
+    ids: Option<&'a [u8]>,
 }
 
 impl Sent<'_> {
@@ -197,10 +200,8 @@ impl Attempt<'_> {
             }
             while let Some(upstream) = connected.take() {
                 let reused = upstream.reused;
-                match self
-                    .forward(client, endpoint, pool, upstream, Sent { reservation: &mut reservation, uncached })
-                    .await
-                {
+                let sent = Sent { reservation: &mut reservation, uncached, ids: score.ids() };
+                match self.forward(client, endpoint, pool, upstream, sent).await {
                     Ok(next) => {
                         if self.status == 200 {
                             self.predict(score, decision.endpoint);
@@ -285,13 +286,17 @@ impl Attempt<'_> {
         let at = Instant::now();
         count(&endpoint.shared.stats_of(proxy.id).requests);
         let from = *self.from.get_or_insert_with(|| prepare(&mut self.request));
-        let bytes = std::mem::take(&mut self.request.bytes);
+        let handed = self.handed(sent.ids, endpoint, from);
+        let is_own = handed.is_none();
+        let (bytes, from) = handed.map_or_else(|| (std::mem::take(&mut self.request.bytes), from), |bytes| (bytes, 0));
         let write = client.guard(Some(proxy.limits.write_timeout), upstream.write(bytes, from)).await;
         let (written, bytes) = write.map_err(|interrupt| match interrupt {
             Interrupt::TimedOut => Fault::FirstByteTimeout,
             interrupt => Fault::Client(interrupt),
         })?;
-        self.request.bytes = bytes;
+        if is_own {
+            self.request.bytes = bytes;
+        }
         // An endpoint that stopped reading may have answered all the same: what comes decides, not the write.
         let begun =
             relay::begin(client, &mut upstream, self.request.head.is_head, &proxy.limits, &proxy.buffers).await?;
@@ -331,6 +336,13 @@ impl Attempt<'_> {
             }
             _ => 0,
         }
+    }
+
+    /// The request with the ids of its prompt, where the rule hands them on and the endpoint's engine takes them.
+    fn handed(&self, ids: Option<&[u8]>, endpoint: &Endpoint, from: usize) -> Option<Vec<u8>> {
+        let list = ids.filter(|_| endpoint.shared.takes_ids())?;
+        let Request { bytes, head, .. } = &self.request;
+        handed::with_ids(self.local.service.engine, &bytes[from..head.len], &bytes[head.len..], list)
     }
 
     /// Says what the endpoint that has answered must hold now, for parity by use.

@@ -15,6 +15,7 @@ mod ask;
 mod asked;
 mod client;
 mod exchange;
+mod handed;
 mod models;
 mod relay;
 mod routes;
