@@ -1,7 +1,5 @@
 //! Questions to the management API of a running gateway, and the keys of a prompt to ask about.
 
-use std::io::{Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,16 +8,19 @@ use shards::ids::BlockKey;
 use shards::prompt::{Api, Job, Keying, Model, Rendering, Step};
 use shards::service::MissReason;
 
+use crate::discovery::Call;
 use crate::rules::Rule;
 
 /// Longest answer, bytes: an inventory of several million keys. A longer one is an error.
-const ANSWER_BYTES_MAX: u64 = 512 << 20;
-/// Longest silence of the gateway.
-const PATIENCE: Duration = Duration::from_secs(10);
+const ANSWER_BYTES_MAX: usize = 512 << 20;
+/// Longest wait for one answer.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A gateway's management API.
 pub(super) struct Gateway {
-    address: String,
+    /// As it was given.
+    pub url: String,
+    host: String,
 }
 
 /// What a gateway says of a rule.
@@ -33,16 +34,16 @@ pub(super) struct Told {
 impl Gateway {
     /// A gateway by its address, with or without `http://`.
     pub fn at(url: &str) -> Result<Self, String> {
-        let address = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/');
-        if address.contains('/') || !address.contains(':') {
-            return Err(format!("--url {url}: expected something like http://127.0.0.1:11111"));
+        let host = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/');
+        if host.is_empty() || host.contains('/') || !host.contains(':') {
+            return Err(format!("{url}: expected something like http://127.0.0.1:11111"));
         }
-        Ok(Gateway { address: address.to_owned() })
+        Ok(Gateway { url: url.to_owned(), host: host.to_owned() })
     }
 
     /// Finds a rule by what tells it from others.
-    pub fn rule(&self, rule: &Rule) -> Result<Told, String> {
-        let answer = self.get("/netlox/v1/config/loadbalancer/all")?;
+    pub async fn rule(&self, rule: &Rule) -> Result<Told, String> {
+        let answer = self.get("/config/loadbalancer/all").await?;
         let text = |service: &Value, name: &str| service[name].as_str().unwrap_or_default().to_owned();
         let same = |service: &Value| {
             text(service, "externalIP") == rule.key.ip.to_string()
@@ -53,45 +54,41 @@ impl Gateway {
         };
         let rules = answer["lbAttr"].as_array().map(Vec::as_slice).unwrap_or_default();
         let found = rules.iter().find(|found| same(&found["serviceArguments"]));
-        let found = found.ok_or_else(|| format!("{}: the gateway has no rule {}", self.address, rule.key))?;
+        let found = found.ok_or_else(|| format!("{}: the gateway has no rule {}", self.host, rule.key))?;
         let endpoints = found["endpoints"].as_array().map(Vec::as_slice).unwrap_or_default();
         let service = found["serviceArguments"]["service_id"].as_u64();
         Ok(Told {
-            service: service.ok_or_else(|| format!("{}: the rule has no number", self.address))?,
+            service: service.ok_or_else(|| format!("{}: the rule has no number", self.host))?,
             up: endpoints.iter().map(|endpoint| endpoint["state"] == "active").collect(),
         })
     }
 
     /// The keys that an endpoint holds.
-    pub fn keys(&self, service: u64, endpoint: usize) -> Result<Vec<u64>, String> {
-        let path = format!("/netlox/v1/config/ai/kv/inventory?service_id={service}&ep_idx={endpoint}");
-        let answer = self.get(&path)?;
+    pub async fn keys(&self, service: u64, endpoint: usize) -> Result<Vec<u64>, String> {
+        let answer = self.get(&format!("/config/ai/kv/inventory?service_id={service}&ep_idx={endpoint}")).await?;
         let blocks = answer["blocks"].as_array().map(Vec::as_slice).unwrap_or_default();
         Ok(blocks.iter().filter_map(|block| block["hash_uint64"].as_u64()).collect())
     }
 
-    fn get(&self, path: &str) -> Result<Value, String> {
-        let answer = self.exchange(path).map_err(|error| format!("{}{path}: {error}", self.address))?;
-        let head = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n");
-        let (head, body) = answer.split_at(head.map_or(answer.len(), |at| at + 4));
-        if !head.starts_with(b"HTTP/1.1 200") {
-            let line = head.split(|byte| *byte == b'\r').next().unwrap_or_default();
-            return Err(format!("{}{path}: {}", self.address, String::from_utf8_lossy(line)));
+    /// Asks for a path below the API's base.
+    pub async fn get(&self, path: &str) -> Result<Value, String> {
+        let path = format!("/netlox/v1{path}");
+        let failed = |why: String| format!("{}{path}: {why}", self.host);
+        let mut found = tokio::net::lookup_host(&self.host).await.map_err(|error| failed(error.to_string()))?;
+        let address = found.next().ok_or_else(|| failed("the name has no address".to_owned()))?;
+        let call = Call {
+            address,
+            path: &path,
+            authorization: None,
+            body: None,
+            answer_bytes_max: ANSWER_BYTES_MAX,
+            timeout: TIMEOUT,
+        };
+        let reply = call.ask().await.map_err(|error| failed(error.to_string()))?;
+        match reply.status {
+            200 => serde_json::from_slice(&reply.body).map_err(|error| failed(error.to_string())),
+            status => Err(failed(format!("status {status}: {}", String::from_utf8_lossy(&reply.body)))),
         }
-        serde_json::from_slice(body).map_err(|error| format!("{}{path}: {error}", self.address))
-    }
-
-    fn exchange(&self, path: &str) -> std::io::Result<Vec<u8>> {
-        let address = self.address.to_socket_addrs()?.next();
-        let address = address.ok_or_else(|| std::io::Error::other("the name has no address"))?;
-        let mut stream = TcpStream::connect_timeout(&address, PATIENCE)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        // In one piece: whoever answers before the last of several has closed by then.
-        let request = format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.address);
-        stream.write_all(request.as_bytes())?;
-        let mut answer = Vec::new();
-        stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer)?;
-        Ok(answer)
     }
 }
 

@@ -8,7 +8,8 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::Api;
 use super::body::BodyView;
-use crate::service::{Engine, EngineRender};
+use super::model::Model;
+use crate::service::{Engine, EngineRender, MissReason};
 
 /// Longest question, bytes of the request's messages. Longer chats are routed without keys.
 const QUESTION_BYTES_MAX: usize = 4 * 1024 * 1024;
@@ -51,6 +52,27 @@ impl Question {
             return None;
         }
         Some(Question { path, member, id: id(view, path) })
+    }
+
+    /// The question for a request whose text the gateway cannot know, for this reason; none where no engine is to be
+    /// asked either.
+    #[must_use]
+    pub fn after(
+        reason: MissReason,
+        api: Api,
+        view: &BodyView<'_>,
+        model: &Model,
+        engine: Engine,
+        way: EngineRender,
+    ) -> Option<Self> {
+        if !matches!(reason, MissReason::EngineRendered | MissReason::TemplateMissing) {
+            return None;
+        }
+        // Before vLLM 0.33 `/tokenize` renders them by a template, unlike its chats.
+        if way == EngineRender::Tokenize && model.is_harmony() && engine == Engine::Vllm {
+            return None;
+        }
+        Question::of(api, view, engine, way)
     }
 
     /// The list of ids in an answer, after its bracket; none if there is none.

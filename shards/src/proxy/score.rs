@@ -365,15 +365,7 @@ impl<'a> Prompt<'a> {
 
     /// What an engine may be asked instead, where only it knows the text.
     fn question(&self, kv: &KvExact, reason: MissReason) -> Option<Question> {
-        let way = kv.engine_render?;
-        if !matches!(reason, MissReason::EngineRendered | MissReason::TemplateMissing) {
-            return None;
-        }
-        // Before vLLM 0.33 `/tokenize` renders them by a template, unlike its chats.
-        if way == EngineRender::Tokenize && self.model.is_harmony() && self.rendering.engine == Engine::Vllm {
-            return None;
-        }
-        Question::of(self.api, self.body, self.rendering.engine, way)
+        Question::after(reason, self.api, self.body, self.model, self.rendering.engine, kv.engine_render?)
     }
 }
 

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::gateway::Gateway;
 use super::report::Report;
+use crate::cli::inquiry::Gateway;
 use crate::config::Config;
 use crate::models;
 use crate::rules::{Nonce, contract_of};
