@@ -3,6 +3,7 @@
 //! **Invariant.** Dependencies point one way, from here to [`shards`]: a shard is handed compiled tables, sockets
 //! and read handles, and never a file, a rule or an environment variable.
 
+pub mod access;
 pub mod admin;
 pub mod cli;
 pub mod config;
@@ -12,6 +13,7 @@ pub mod fields;
 pub mod hash_command;
 pub mod health;
 pub mod ingest;
+pub mod logs;
 pub mod models;
 pub mod rules;
 pub mod supervise;

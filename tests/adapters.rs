@@ -150,7 +150,10 @@ fn persona(version: &str) -> Persona {
     let models = json!({"object": "list", "data": [{"id": "kvlane/demo", "root": "/models/demo", "parent": null},
         {"id": "sql", "root": "/adapters/sql", "parent": "kvlane/demo"}]});
     let version = json!({"version": version});
-    Persona { answers: vec![("/version", version.to_string()), ("/v1/models", models.to_string())], token: None }
+    Persona {
+        answers: vec![("/version", version.to_string()), ("/v1/models", models.to_string())],
+        ..Persona::default()
+    }
 }
 
 #[test]

@@ -121,7 +121,7 @@ fn what_cannot_be_served_is_refused_and_changes_nothing() {
     for (more, status, text) in [
         (json!({"mode": 0}), 400, "mode"),
         (json!({"mode": 0, "kvExactMode": 3}), 400, "kv-exact single-role mode requires mode=fullproxy"),
-        (json!({"security": 1}), 501, "security"),
+        (json!({"security": 1}), 400, "security"),
         (json!({"kvExactMode": 2}), 400, "kvExactMode"),
         (json!({"kvExactMode": 3, "kvHashAlgo": "sha256"}), 400, "sha256_cbor"),
         (json!({"kvExactMode": 3, "kvDpRankCount": 9}), 400, "kv-dp-rank-count must be within 1..8 (0 = default 1)"),

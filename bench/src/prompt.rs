@@ -3,7 +3,8 @@
 //! Three kinds of requests of each size: *warm*, one of 64 conversations plus a last message never sent before; *grown*,
 //! a conversation plus an answer and a question since last time; *cold*, nothing of it seen before. A second column
 //! repeats identical bodies, which says little. Then turn n of one conversation, a cold prompt that nobody holds (its
-//! first slice), and the longest slice of texts that are hard to cut. Median of the rounds, one thread.
+//! first slice), the longest slice of texts that are hard to cut, with the scan of each byte of their bodies, and chats of
+//! tiny messages. Median of the rounds, one thread.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -163,7 +164,7 @@ fn line(text: &mut String, what: &str, parts: &Parts, identical: Option<&Parts>)
     // A string takes what is written to it.
     let _ = writeln!(
         text,
-        "{what:<28} {:>9.1} {identical:>10} {:>8.1} {:>9.1} {:>9.1} {:>9.1} {:>8.1} {:>8} {:>10.1}",
+        "{what:<40} {:>9.1} {identical:>10} {:>8.1} {:>9.1} {:>9.1} {:>9.1} {:>8.1} {:>8} {:>10.1}",
         us(parts.total()),
         us(parts.view),
         us(parts.begin),
@@ -183,7 +184,7 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
     let mut bench = Bench::new(args)?;
     let mut text = format!(
         "model {}, {} requests, cache {} bytes; µs, median (longest slice: of all)\n\
-         {:<28} {:>9} {:>10} {:>8} {:>9} {:>9} {:>9} {:>8} {:>8} {:>10}\n",
+         {:<40} {:>9} {:>10} {:>8} {:>9} {:>9} {:>9} {:>8} {:>8} {:>10}\n",
         args.model.model,
         args.requests,
         args.cache_bytes,
@@ -203,6 +204,7 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
     }
     turns(&mut bench, args, &mut text)?;
     long(&mut bench, args, &mut text)?;
+    tiny(&mut bench, args, &mut text)?;
     let _ = writeln!(text, "{:?}", bench.cache.stats());
     Ok(text)
 }
@@ -319,6 +321,7 @@ fn long(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()>
     let cjk: String = (0..args.long / 3).filter_map(|_| char::from_u32(0x4E00 + random.below(6_000) as u32)).collect();
     let base64: String = (0..args.long).map(|_| char::from(BASE64[random.below(64)])).collect();
     let prose = loadgen::workload::words::text_of_bytes(&mut random, args.long);
+    let escaped: String = cjk.chars().map(|c| format!("\\u{:04x}", u32::from(c))).collect();
     for (what, prompt) in [
         ("prose", prose),
         ("one letter", "a".repeat(args.long)),
@@ -328,9 +331,32 @@ fn long(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()>
         ("base64", base64),
     ] {
         let body = json!({ "model": args.model.model, "prompt": prompt }).to_string();
-        bench.cache = PrefixCache::new(args.cache_bytes);
-        let parts = bench.request(Api::Completions, body.as_bytes(), true)?;
-        line(text, &format!("{} B {what}", args.long), &parts, None);
+        long_text(bench, args, what, &body, text)?;
+    }
+    let body = format!(r#"{{"model":{},"prompt":"{escaped}"}}"#, json!(args.model.model));
+    long_text(bench, args, "CJK as escapes", &body, text)
+}
+
+fn long_text(bench: &mut Bench, args: &Args, what: &str, body: &str, text: &mut String) -> anyhow::Result<()> {
+    bench.cache = PrefixCache::new(args.cache_bytes);
+    let parts = bench.request(Api::Completions, body.as_bytes(), true)?;
+    line(text, &format!("{} B {what}, {:.2} ns/B", args.long, parts.view as f64 / body.len() as f64), &parts, None);
+    Ok(())
+}
+
+/// Chats of many messages of one letter, which are rendered in place up to a number of them.
+fn tiny(bench: &mut Bench, args: &Args, text: &mut String) -> anyhow::Result<()> {
+    for count in [15, 63, 127, 255] {
+        let mut seen = Vec::new();
+        for number in 0..20 {
+            let messages: Vec<Value> = (0..count)
+                .map(|n| (if n % 2 == 0 { "user" } else { "assistant" }, (number * 1_000 + n).to_string()))
+                .map(|(role, content)| json!({ "role": role, "content": content }))
+                .collect();
+            let body = json!({ "model": args.model.model, "messages": messages }).to_string();
+            seen.push(bench.request(Api::ChatCompletions, body.as_bytes(), true)?);
+        }
+        line(text, &format!("{count} tiny messages"), &median(&seen), None);
     }
     Ok(())
 }
@@ -346,7 +372,14 @@ mod tests {
         let args =
             Args { requests: 8, sizes: vec![4_000], model: crate::files::demo(), cache_bytes: 16 << 20, long: 20_000 };
         let text = run(&args).unwrap();
-        for what in ["4000 B warm", "4000 B grown", "4000 B cold", "20000 B chat, not held", "20000 B base64"] {
+        for what in [
+            "4000 B warm",
+            "4000 B grown",
+            "4000 B cold",
+            "20000 B chat, not held",
+            "20000 B base64",
+            "127 tiny messages",
+        ] {
             assert!(text.contains(what), "{what} is missing:\n{text}");
         }
         assert!(text.contains("differences: 0"), "{text}");

@@ -4,9 +4,12 @@
 //! [`service::Tables`], listening sockets and read handles of inventories. The route decision in [`route`] is free
 //! of I/O.
 
+pub mod affinity;
+pub mod belief;
 pub mod block;
 pub mod bos;
 pub mod executor;
+pub mod feedback;
 pub mod http;
 pub mod ids;
 pub mod inventory;
@@ -19,4 +22,5 @@ pub mod rates;
 pub mod route;
 pub mod service;
 pub mod shard;
+pub mod trie;
 pub mod usage;

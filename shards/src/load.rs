@@ -174,9 +174,13 @@ impl LoadTable {
     /// What is in flight at the endpoint, as `shard` sees it.
     #[must_use]
     pub fn seen_by(&self, shard: ShardId, slot: LoadSlot) -> Load {
-        let slot = slot.0 as usize;
-        let own = self.own[shard.index()].words[slot].load(Ordering::Relaxed);
-        Load::of_word(own.wrapping_add(self.others[shard.index()].0[slot].load(Ordering::Relaxed)))
+        self.view(shard).of(slot)
+    }
+
+    /// What is in flight at all endpoints, as `shard` sees it, for who looks at many of them.
+    #[must_use]
+    pub fn view(&self, shard: ShardId) -> View<'_> {
+        View { table: self, own: &self.own[shard.index()].words, others: &self.others[shard.index()].0 }
     }
 
     /// What is in flight at the endpoint over all shards, exact when the shards stand still.
@@ -252,6 +256,30 @@ impl LoadTable {
     }
 }
 
+/// The loads as one shard sees them.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    table: &'a LoadTable,
+    own: &'a [AtomicU64],
+    others: &'a [AtomicU64],
+}
+
+impl View<'_> {
+    /// What is in flight at the endpoint.
+    #[must_use]
+    pub fn of(&self, slot: LoadSlot) -> Load {
+        let slot = slot.0 as usize;
+        let own = self.own[slot].load(Ordering::Relaxed);
+        Load::of_word(own.wrapping_add(self.others[slot].load(Ordering::Relaxed)))
+    }
+
+    /// What is in flight at the endpoint now: other shards' requests too. It takes a line from each of them.
+    #[must_use]
+    pub fn exact(&self, slot: LoadSlot) -> Load {
+        self.table.total(slot)
+    }
+}
+
 /// Units that one request takes at most: 16 million tokens, more than any engine's context.
 const UNITS_MAX: u64 = 1 << 20;
 
@@ -276,16 +304,27 @@ impl Reservation {
 
     /// The answer has begun: the request decodes, and none of its tokens wait. Only the first call counts.
     pub fn first_byte(&mut self) {
-        if self.taken != ONE_DECODE {
-            self.table.change(self.shard, self.slot, ONE_DECODE.wrapping_sub(self.taken));
-            self.taken = ONE_DECODE;
+        if self.taken != 0 {
+            self.hold(ONE_DECODE);
+        }
+    }
+
+    /// The endpoint has no more to do for the request; as dropping it, for who still has something to do with it.
+    pub fn end(&mut self) {
+        self.hold(0);
+    }
+
+    fn hold(&mut self, word: u64) {
+        if self.taken != word {
+            self.table.change(self.shard, self.slot, word.wrapping_sub(self.taken));
+            self.taken = word;
         }
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.table.change(self.shard, self.slot, self.taken.wrapping_neg());
+        self.end();
     }
 }
 

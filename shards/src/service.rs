@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
 use crate::bos::{BosEvidence, BosSettings};
+use crate::feedback::Trust;
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
 use crate::load::LoadSlot;
@@ -20,6 +21,7 @@ use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 use crate::prompt::Rendering;
 use crate::rates::Rates;
+use crate::route::Tier;
 use crate::usage::Statements;
 
 mod policy;
@@ -66,10 +68,41 @@ pub struct Service {
     pub engine: Engine,
     /// KV-exact routing; none = plain load balancing.
     pub kv: Option<KvExact>,
+    /// How requests are carried, beside where to.
+    pub proxy: ProxyOptions,
     /// Endpoints by [`EndpointIndex`]. An endpoint taken out of the rule keeps its place with `retired` set.
     pub endpoints: Vec<Endpoint>,
     /// State carried over updates of the rule.
     pub shared: Arc<ServiceShared>,
+}
+
+/// How a service's requests are carried, beside where to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProxyOptions {
+    /// Every answer says why it came from where it came (`x-kvlane-route`), not only where a client asks for it
+    /// (`routeHeader`).
+    pub route_header: bool,
+    /// Engines' own metrics are read (`scrapeMetrics`).
+    pub scrape: bool,
+    /// Nodes of a shard's tree of texts that were sent, at most (`pd_trie_nodes_max`); beyond it the texts that were sent
+    /// longest ago are forgotten.
+    pub trie_nodes_max: u32,
+    /// So many connects in a row that fail open the breaker (`cb_enable`; on in P/D rules); 0 = it stays closed.
+    pub breaker_failures: u32,
+    /// So many answers of status 500 or more in a row open it (`LLB_PD_ORIGIN_ERR_THRESHOLD`, in P/D rules); 0 = none do.
+    pub breaker_errors: u32,
+}
+
+impl Default for ProxyOptions {
+    fn default() -> Self {
+        ProxyOptions {
+            route_header: false,
+            scrape: false,
+            trie_nodes_max: 32_768,
+            breaker_failures: 0,
+            breaker_errors: 0,
+        }
+    }
 }
 
 /// How a rule's `path_prefix` is compared.
@@ -98,6 +131,7 @@ impl Service {
             sessions: None,
             pd: None,
             engine: Engine::Vllm,
+            proxy: ProxyOptions::default(),
             kv: None,
             endpoints,
             shared: Arc::new(ServiceShared::new(shards)),
@@ -150,6 +184,8 @@ impl Engine {
 pub struct KvExact {
     /// Tokens per block (`kvBlockSize`).
     pub block_tokens: u32,
+    /// Ranks of each endpoint (`kvDpRankCount`).
+    pub ranks: u8,
     /// How tokens become keys (`kvEngineType`, `kvHashAlgo`, the seed, and what is known of the engines' release).
     pub contract: Contract,
     /// Whether the rule itself names the algorithm. Where it does not, engines that use another are followed; where it
@@ -201,6 +237,7 @@ impl KvExact {
     pub fn with_defaults(block_tokens: u32, contract: Contract, inventory: inventory::ReaderFactory) -> Self {
         KvExact {
             block_tokens,
+            ranks: 1,
             contract,
             algo_given: true,
             other_forms: Vec::new(),
@@ -329,6 +366,8 @@ pub struct ServiceShared {
     pub seed_ticks: AtomicU64,
     /// Whether repeated prompts hit.
     pub zero_hits: ZeroHits,
+    /// Endpoints that are demoted; see [`Trust`].
+    pub demoted: AtomicU32,
     /// Begin-of-text tokens, where use has shown what files and rule do not say.
     pub bos: BosSettings,
     /// Counters, a row per shard.
@@ -342,6 +381,7 @@ impl ServiceShared {
         ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
+            demoted: AtomicU32::new(0),
             bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
@@ -457,6 +497,16 @@ pub struct ServiceStats {
     pub broken_answers: AtomicU64,
     /// Requests whose client left before the end of the answer.
     pub client_gone: AtomicU64,
+    /// Decisions by [`Tier`].
+    pub tiers: [AtomicU64; Tier::ALL.len()],
+    /// Decisions of Tier 1.5 that a claim made: the endpoint will have stored the prompt's beginning soon.
+    pub claims: AtomicU64,
+    /// Nodes of the shard's tree of texts.
+    pub trie_nodes: AtomicU64,
+    /// Prompt tokens that would have hit at the best candidate and do not where the request went.
+    pub regret_tokens: AtomicU64,
+    /// Prompt tokens that some endpoint holds, candidate or not, and that do not hit where the request went.
+    pub oracle_gap_tokens: AtomicU64,
 }
 
 /// What an engine says of itself in its metrics: written by whoever scrapes them, which is also who takes back what is
@@ -506,6 +556,14 @@ pub struct EndpointShared {
     takes_ids: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
+    /// Answers of status 500 or more since the last one below 400.
+    origin_errors: AtomicU32,
+    /// The breaker is open: the endpoint is out, and stays so for longer than one that was not there for a moment.
+    tripped: AtomicBool,
+    /// Times the breaker was closed again because the endpoint answers probes.
+    pub heals: AtomicU64,
+    /// Whether the engine takes a request to the rank that a header names, by its release. Written by the control core.
+    conveys_rank: AtomicBool,
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
@@ -519,6 +577,8 @@ pub struct EndpointShared {
     pub bos: BosEvidence,
     /// What its engine says of its cache, for the ingest thread.
     pub usage: Statements,
+    /// How far predictions for it are believed.
+    pub trust: Trust,
     /// Counters, a row per shard.
     pub stats: Box<[EndpointStats]>,
 }
@@ -533,12 +593,17 @@ impl EndpointShared {
             up: AtomicBool::new(true),
             takes_ids: AtomicBool::new(false),
             connect_failures: AtomicU32::new(0),
+            origin_errors: AtomicU32::new(0),
+            tripped: AtomicBool::new(false),
+            heals: AtomicU64::new(0),
+            conveys_rank: AtomicBool::new(false),
             kv_blocks: AtomicU64::new(0),
             engine: EngineLoad::default(),
             rates: Rates::default(),
             predictions: Predictions::default(),
             bos: BosEvidence::default(),
             usage: Statements::default(),
+            trust: Trust::default(),
             stats: (0..shards).map(|_| EndpointStats::default()).collect(),
         }
     }
@@ -558,6 +623,54 @@ impl EndpointShared {
     /// Notes what follows from the release that its engine has told.
     pub fn set_takes_ids(&self, takes: bool) {
         self.takes_ids.store(takes, Ordering::Relaxed);
+    }
+
+    /// Whether the breaker is open.
+    #[must_use]
+    pub fn is_tripped(&self) -> bool {
+        self.tripped.load(Ordering::Relaxed)
+    }
+
+    /// Opens the breaker, which takes the endpoint out; true if it was closed.
+    pub fn trip(&self) -> bool {
+        let news = !self.tripped.swap(true, Ordering::Relaxed);
+        self.mark_down();
+        news
+    }
+
+    /// Closes the breaker half: one more answer of status 500 or more opens it again, one below 400 closes it.
+    pub fn half_close(&self, breaker_errors: u32) {
+        if self.tripped.swap(false, Ordering::Relaxed) {
+            self.origin_errors.store(breaker_errors.saturating_sub(1), Ordering::Relaxed);
+            self.heals.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes the status of an answer into account; true if it is one too many. A refusal (4xx) says nothing of the
+    /// endpoint.
+    pub fn answered(&self, status: u16, breaker_errors: u32) -> bool {
+        match status {
+            500.. if breaker_errors > 0 => self.origin_errors.fetch_add(1, Ordering::Relaxed) + 1 >= breaker_errors,
+            400.. => false,
+            _ => {
+                // Read first: all is well most of the time, and a line that is not written stays where it is.
+                if self.origin_errors.load(Ordering::Relaxed) != 0 {
+                    self.origin_errors.store(0, Ordering::Relaxed);
+                }
+                false
+            }
+        }
+    }
+
+    /// Whether a header chooses the rank that serves a request.
+    #[must_use]
+    pub fn conveys_rank(&self) -> bool {
+        self.conveys_rank.load(Ordering::Relaxed)
+    }
+
+    /// Says whether a header chooses the rank; true if that is news.
+    pub fn set_conveys_rank(&self, conveys: bool) -> bool {
+        self.conveys_rank.swap(conveys, Ordering::Relaxed) != conveys
     }
 
     /// Takes the endpoint out; true if it was in.
@@ -593,11 +706,28 @@ pub struct EndpointStats {
     pub hit_tokens: AtomicU64,
     /// Connects refused or timed out.
     pub connect_failures: AtomicU64,
+    /// Times the shard opened the breaker.
+    pub trips: AtomicU64,
+    /// Answers whose engine said what it took from its cache, and what was predicted to.
+    pub compared: AtomicU64,
+    /// Those of them that were wrong: more than one block less than predicted.
+    pub compared_wrong: AtomicU64,
+    /// Prompt tokens predicted to come from the cache, in the compared answers.
+    pub compared_predicted: AtomicU64,
+    /// Prompt tokens that came from it, in the compared answers.
+    pub compared_cached: AtomicU64,
+    /// Prompt tokens predicted to, and not come from it, in the compared answers.
+    pub compared_missing: AtomicU64,
 }
 
 /// Adds one to a counter that only this thread writes.
 pub fn count(counter: &AtomicU64) {
-    counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    add(counter, 1);
+}
+
+/// Adds to a counter that only this thread writes.
+pub fn add(counter: &AtomicU64, more: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
 }
 
 impl Tables {
@@ -624,5 +754,28 @@ impl Tables {
             });
         }
         map
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_in_a_row_open_the_breaker_and_after_it_closed_half_one_more_does() {
+        let endpoint = EndpointShared::new(EndpointIndex(0), LoadSlot(0), 1);
+        for (status, opens) in
+            [(500, false), (503, false), (200, false), (500, false), (404, false), (500, false), (502, true)]
+        {
+            assert_eq!(endpoint.answered(status, 3), opens, "{status}");
+        }
+        assert!(endpoint.trip() && !endpoint.trip() && !endpoint.is_up() && endpoint.is_tripped());
+        endpoint.half_close(3);
+        assert!(endpoint.mark_up() && !endpoint.is_tripped());
+        assert!(endpoint.answered(500, 3), "half closed");
+        assert!(!endpoint.answered(200, 3) && !endpoint.answered(500, 3), "closed");
+        assert!(!(0..10).any(|_| endpoint.answered(500, 0)), "there is none");
+        endpoint.half_close(3);
+        assert_eq!(endpoint.heals.load(Ordering::Relaxed), 1);
     }
 }

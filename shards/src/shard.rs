@@ -19,6 +19,7 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bound
 use crossbeam::queue::ArrayQueue;
 use monoio::io::Canceller;
 
+use crate::affinity::Affinity;
 use crate::executor::{self, Aside, Meter, Refusal, Ring, Rung, pin, visit_ns};
 use crate::ids::ShardId;
 use crate::limits::Limits;
@@ -51,6 +52,8 @@ pub struct ShardOptions {
     pub limits: Limits,
     /// In-flight counts of the process.
     pub loads: Arc<LoadTable>,
+    /// Where the process's sessions were sent.
+    pub affinity: Arc<Affinity>,
     /// The thread for work that cannot be sliced; without one the shard does it itself.
     pub aside: Option<Aside>,
 }
@@ -269,7 +272,7 @@ fn run(options: ShardOptions, status: &Arc<ShardStatus>, queue: Arc<Queue>, star
         }
     };
     let _heard = started.send(Ok(()));
-    let proxy = Rc::new(Proxy::new(options.id, options.limits, options.loads, options.aside));
+    let proxy = Rc::new(Proxy::new(options.id, options.limits, options.loads, &options.affinity, options.aside));
     let shard = Rc::new(Shard { proxy, status: Arc::clone(status), listeners: RefCell::default() });
     let main = serve(Rc::clone(&shard), Arc::clone(&queue));
     let ended = executor::run(&mut ring, Arc::clone(&status.meter), main);

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use monoio::io::{AsyncReadRent, AsyncWriteRentExt, Splitable};
 use shards::executor::aside::{Busy, WAITING_MAX};
+use shards::executor::carry::{CARRIED_BYTES_MAX, READ_BYTES_MAX, SHORT_BYTES_MAX};
 use shards::executor::{self, Aside, End, Meter, ReadAhead, Ring, Rung, Ticket};
 use support::{PATIENCE, RUNGS};
 
@@ -272,6 +273,67 @@ fn a_ticket_goes_round_in_order_and_survives_those_who_stop_waiting() {
             assert_eq!(*order.borrow(), [0, 2, 3]);
             let _again = ticket.take().await;
         });
+    }
+}
+
+#[test]
+fn what_many_carry_at_once_is_spread_over_visits_in_order() {
+    for rung in RUNGS {
+        on_ring(rung, move || async move {
+            let carried = Rc::new(RefCell::new(Vec::new()));
+            // Half a visit each, one that is longer than any visit's share, and one that stops waiting.
+            let lengths = [CARRIED_BYTES_MAX / 2, 2 * CARRIED_BYTES_MAX, CARRIED_BYTES_MAX / 2].repeat(3);
+            for (number, bytes) in lengths.iter().copied().enumerate() {
+                let carried = Rc::clone(&carried);
+                executor::spawn(async move {
+                    let wait = executor::carry(bytes);
+                    if number == 4 {
+                        let _given_up = monoio::time::timeout(Duration::ZERO, wait).await;
+                        return;
+                    }
+                    wait.await;
+                    carried.borrow_mut().push((number, executor::visits(), bytes));
+                });
+            }
+            while carried.borrow().len() + 1 < lengths.len() {
+                executor::turn().await;
+            }
+            let carried = carried.take();
+            assert!(carried.iter().map(|(number, ..)| number).is_sorted(), "{rung:?}: {carried:?}");
+            for visit in carried.chunk_by(|one, other| one.1 == other.1) {
+                let bytes: usize = visit.iter().map(|(.., bytes)| bytes).sum();
+                assert!(visit.len() == 1 || bytes <= CARRIED_BYTES_MAX, "{rung:?}: {carried:?}");
+            }
+            // What is short is not counted, however often.
+            let visit = executor::visits();
+            for _ in 0..100 {
+                executor::carry(SHORT_BYTES_MAX).await;
+            }
+            assert!(executor::visits() - visit < 10, "{rung:?}");
+        });
+    }
+}
+
+#[test]
+fn one_read_takes_no_more_than_its_share_however_much_room_there_is() {
+    for rung in RUNGS {
+        let (near, mut far) = pair();
+        let writer = std::thread::spawn(move || {
+            let sent = vec![7; 4 * READ_BYTES_MAX];
+            far.write_all(&sent).expect("sent");
+        });
+        on_ring(rung, move || async move {
+            let (read, _write) = on_driver(near, rung).into_split();
+            let mut reader = ReadAhead::new(read, usize::MAX);
+            reader.put_back(Vec::with_capacity(8 * READ_BYTES_MAX));
+            let mut all = 0;
+            while all < 4 * READ_BYTES_MAX {
+                let read = poll_fn(|context| reader.poll_fill(context)).await.expect("bytes");
+                assert!(read <= READ_BYTES_MAX, "{rung:?}: {read}");
+                all += read;
+            }
+        });
+        writer.join().expect("all is sent");
     }
 }
 

@@ -2,16 +2,14 @@
 
 mod support;
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::SystemTime;
 
 use shards::block::vllm::Tagging;
 use shards::block::{Contract, HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ShardId};
 use shards::inventory::{self, Writer};
-use shards::prompt::{Api, Entry, Job, Keying, Model, ModelFiles, ModelTable, Rendering, Step};
+use shards::prompt::{Api, Entry, Job, Keying, Model, ModelTable, Rendering, Step};
 use shards::service::{self, EngineRender, KvExact, MissReason, Tables};
 use shards::shard::Command;
 use support::*;
@@ -20,20 +18,6 @@ const BLOCK_TOKENS: u32 = 16;
 
 fn contract() -> Contract {
     Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, "0"))
-}
-
-/// The tokenizer of the demo, which is part of this repository.
-fn model() -> Arc<Model> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../loadgen/assets/tokenizer/kvlane-demo");
-    let files = ModelFiles {
-        slug: "m".into(),
-        tokenizer: std::fs::read_to_string(path.join("tokenizer.json")).expect("the demo's tokenizer"),
-        path,
-        config: None,
-        template: None,
-        tool_template: None,
-    };
-    Arc::new(Model::load(&files, SystemTime::now).expect("a usable tokenizer"))
 }
 
 fn completion(prompt: &str) -> Vec<u8> {

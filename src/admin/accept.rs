@@ -1,7 +1,8 @@
 //! The management plane's connections: so many at once, and none that is silent for long.
 //!
 //! They take descriptors from the same process that needs them for requests, so whoever opens connections and says
-//! nothing must not hold them.
+//! nothing must not hold them. With a certificate they speak TLS; the greeting is part of the first read or write, so
+//! that a slow one holds up nobody else.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,6 +16,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, Sleep};
+use tokio_rustls::server::TlsStream;
+use tokio_rustls::{Accept, TlsAcceptor};
+
+use crate::access::Access;
 
 /// Open connections of one listener. Beyond it new ones wait in the kernel's queue until one is closed.
 pub const CONNECTIONS_MAX: usize = 128;
@@ -27,15 +32,16 @@ pub(super) struct Bounded {
     listener: TcpListener,
     room: Arc<Semaphore>,
     idle_timeout: Duration,
+    access: Option<Access>,
 }
 
 impl Bounded {
-    pub(super) fn new(listener: TcpListener) -> Self {
-        Self::with(listener, CONNECTIONS_MAX, IDLE_TIMEOUT)
+    pub(super) fn new(listener: TcpListener, access: Option<Access>) -> Self {
+        Self::with(listener, CONNECTIONS_MAX, IDLE_TIMEOUT, access)
     }
 
-    fn with(listener: TcpListener, connections_max: usize, idle_timeout: Duration) -> Self {
-        Bounded { listener, room: Arc::new(Semaphore::new(connections_max)), idle_timeout }
+    fn with(listener: TcpListener, connections_max: usize, idle_timeout: Duration, access: Option<Access>) -> Self {
+        Bounded { listener, room: Arc::new(Semaphore::new(connections_max)), idle_timeout, access }
     }
 }
 
@@ -48,6 +54,10 @@ impl Listener for Bounded {
         let room = Arc::clone(&self.room).acquire_owned().await.ok();
         let (stream, peer) = Listener::accept(&mut self.listener).await;
         let idle = Box::pin(tokio::time::sleep(self.idle_timeout));
+        let stream = match self.access.as_ref().and_then(Access::tls) {
+            None => Wire::Plain(stream),
+            Some(config) => Wire::Greeting(Box::new(TlsAcceptor::from(config).accept(stream))),
+        };
         (Connection { stream, idle, idle_timeout: self.idle_timeout, _room: room }, peer)
     }
 
@@ -56,9 +66,42 @@ impl Listener for Bounded {
     }
 }
 
+/// What a connection speaks.
+enum Wire {
+    Plain(TcpStream),
+    /// TLS whose handshake is not over.
+    Greeting(Box<Accept<TcpStream>>),
+    Secure(Box<TlsStream<TcpStream>>),
+    /// The handshake failed.
+    Refused,
+}
+
+impl Wire {
+    /// The stream to read and write, once there is one.
+    fn ready(&mut self, context: &mut Context<'_>) -> Poll<io::Result<Pin<&mut dyn Stream>>> {
+        if let Wire::Greeting(greeting) = self {
+            match ready!(Pin::new(greeting.as_mut()).poll(context)) {
+                Ok(stream) => *self = Wire::Secure(Box::new(stream)),
+                Err(error) => {
+                    *self = Wire::Refused;
+                    return Poll::Ready(Err(error));
+                }
+            }
+        }
+        Poll::Ready(match self {
+            Wire::Plain(stream) => Ok(Pin::new(stream)),
+            Wire::Secure(stream) => Ok(Pin::new(stream.as_mut())),
+            Wire::Greeting(_) | Wire::Refused => Err(io::ErrorKind::ConnectionAborted.into()),
+        })
+    }
+}
+
+trait Stream: AsyncRead + AsyncWrite + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Unpin> Stream for T {}
+
 /// A connection that ends with an error when nothing moves on it for long.
 pub(super) struct Connection {
-    stream: TcpStream,
+    stream: Wire,
     idle: Pin<Box<Sleep>>,
     idle_timeout: Duration,
     _room: Option<OwnedSemaphorePermit>,
@@ -75,12 +118,25 @@ impl Connection {
         ready!(self.idle.as_mut().poll(context));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
+
+    /// Does something with the stream once there is one.
+    fn with<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        act: impl FnOnce(Pin<&mut dyn Stream>, &mut Context<'_>) -> Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        match self.stream.ready(context) {
+            Poll::Ready(Ok(stream)) => act(stream, context),
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+            Poll::Pending => Poll::Pending,
+        }
+    }
 }
 
 impl AsyncRead for Connection {
     fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let result = Pin::new(&mut this.stream).poll_read(context, buffer);
+        let result = this.with(context, |stream, context| stream.poll_read(context, buffer));
         this.watch(context, result)
     }
 }
@@ -88,7 +144,7 @@ impl AsyncRead for Connection {
 impl AsyncWrite for Connection {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let result = Pin::new(&mut this.stream).poll_write(context, bytes);
+        let result = this.with(context, |stream, context| stream.poll_write(context, bytes));
         this.watch(context, result)
     }
 
@@ -98,20 +154,20 @@ impl AsyncWrite for Connection {
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let result = Pin::new(&mut this.stream).poll_write_vectored(context, slices);
+        let result = this.with(context, |stream, context| stream.poll_write_vectored(context, slices));
         this.watch(context, result)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
+        matches!(self.stream, Wire::Plain(_))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
+        self.with(context, |stream, context| stream.poll_flush(context))
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+        self.with(context, |stream, context| stream.poll_shutdown(context))
     }
 }
 
@@ -130,7 +186,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("bound");
         let router = Router::new().route("/", get(|| async { "here" }));
-        let bounded = Bounded::with(listener, connections_max, idle_timeout);
+        let bounded = Bounded::with(listener, connections_max, idle_timeout, None);
         tokio::spawn(async move { axum::serve(bounded, router).await });
         address
     }
@@ -169,7 +225,7 @@ mod tests {
         block_on(async {
             let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
             let address = listener.local_addr().expect("bound");
-            let mut bounded = Bounded::with(listener, 1, PATIENCE);
+            let mut bounded = Bounded::with(listener, 1, PATIENCE, None);
             let _clients = [TcpStream::connect(address).await, TcpStream::connect(address).await];
             let (first, _) = Listener::accept(&mut bounded).await;
             let early = tokio::time::timeout(Duration::from_millis(50), Listener::accept(&mut bounded)).await;

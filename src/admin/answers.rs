@@ -5,7 +5,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-use crate::fields::{Kind, Problem};
+use crate::fields::Problem;
 use crate::supervise::{ApplyError, PartError, RegistryError};
 
 /// The answer that clients insist on; warnings stand beside it where there are any.
@@ -24,33 +24,28 @@ pub(super) fn refusal(status: StatusCode, result: &str) -> Response {
         StatusCode::FORBIDDEN => "Capacity insufficient",
         StatusCode::NOT_FOUND => "Resource not found",
         StatusCode::CONFLICT => "Resource conflict: Resource already exists OR dependency not found",
-        StatusCode::NOT_IMPLEMENTED => "Not built yet",
         StatusCode::SERVICE_UNAVAILABLE => "Maintenance mode",
         _ => status.canonical_reason().unwrap_or("Error"),
     };
     (status, Json(json!({"code": status.as_u16(), "message": message, "result": result}))).into_response()
 }
 
-/// A body that cannot be used: 501 where nothing but what is not built keeps it from being, else 400.
+/// A body that cannot be used. What is not built yet is refused like what is wrong: it is the client that must change.
 pub(super) fn problems(problems: &[Problem]) -> Response {
-    let later = problems.iter().all(|problem| problem.kind == Kind::NotYet);
-    let status = if later { StatusCode::NOT_IMPLEMENTED } else { StatusCode::BAD_REQUEST };
     let texts: Vec<String> = problems.iter().map(ToString::to_string).collect();
-    refusal(status, &texts.join("; "))
+    refusal(StatusCode::BAD_REQUEST, &texts.join("; "))
 }
 
 /// A rule that was right and could not be put in force.
 pub(super) fn not_applied(error: &ApplyError) -> Response {
     let status = match error {
-        ApplyError::Registry(RegistryError::Exists | RegistryError::EngineChanged | RegistryError::Worn) => {
-            StatusCode::CONFLICT
-        }
         ApplyError::Registry(RegistryError::Full) => StatusCode::FORBIDDEN,
+        ApplyError::Registry(_) => StatusCode::CONFLICT,
         ApplyError::Bind(bind) if bind.is_busy() => StatusCode::CONFLICT,
         ApplyError::Bind(_) | ApplyError::Collision(_) => StatusCode::BAD_REQUEST,
-        ApplyError::Part(PartError::ShardSilent { .. } | PartError::ShardCommand { .. }) | ApplyError::Stopping => {
-            StatusCode::SERVICE_UNAVAILABLE
-        }
+        ApplyError::Part(PartError::ShardSilent { .. } | PartError::ShardCommand { .. })
+        | ApplyError::Keep(_)
+        | ApplyError::Stopping => StatusCode::SERVICE_UNAVAILABLE,
         ApplyError::Part(_) => StatusCode::INTERNAL_SERVER_ERROR,
     };
     refusal(status, &error.to_string())

@@ -3,10 +3,8 @@
 //!
 //! Of the seed there is only its seal under the nonce; tokenizer files show as digests.
 
-use std::collections::HashMap;
-
 use axum::Json;
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
@@ -14,9 +12,10 @@ use serde_json::{Value, json};
 use crate::models::ModelState;
 use crate::rules::{Nonce, contract_of};
 
+use super::ask::Asked;
 use super::{Context, answers};
 
-pub(super) async fn report(State(context): State<Context>, Query(query): Query<HashMap<String, String>>) -> Response {
+pub(super) async fn report(State(context): State<Context>, Asked(query): Asked) -> Response {
     let Some(nonce) = query.get("nonce").and_then(|text| Nonce::from_hex(text)) else {
         return answers::refusal(
             StatusCode::BAD_REQUEST,

@@ -15,11 +15,14 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 use shards::prompt::PrefixStats;
+use shards::proxy::tier_name;
+use shards::route::Tier;
 use shards::service::{Endpoint, EndpointStats, MissReason, ServiceStats};
 
 use crate::supervise::{Control, Entry, ShardView, View};
 
 use super::Context;
+use super::answers::refusal;
 
 pub(super) fn registry(control: Control) -> Registry {
     let mut registry = Registry::default();
@@ -27,7 +30,15 @@ pub(super) fn registry(control: Control) -> Registry {
     registry
 }
 
+/// A counter as it stands.
+pub(super) fn read(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
+}
+
 pub(super) async fn scrape(State(context): State<Context>) -> Response {
+    if !context.shows_metrics.load(Ordering::Relaxed) {
+        return refusal(StatusCode::SERVICE_UNAVAILABLE, "Prometheus option is disabled");
+    }
     let mut text = String::new();
     match prometheus_client::encoding::text::encode(&mut text, &context.registry) {
         Ok(()) => ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text)
@@ -91,6 +102,7 @@ impl Collector for Source {
         rules(&mut families, &view)?;
         endpoints(&mut families, &view, &self.control)?;
         services(&mut families, &view)?;
+        cascade(&mut families, &view, &self.control)?;
         self.control.ingest.encode(&mut families)?;
         for_shards(&mut families, &view)
     }
@@ -122,13 +134,19 @@ fn each_endpoint(view: &View) -> impl Iterator<Item = (Labels, &Endpoint)> {
 
 fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std::fmt::Result {
     type Read = fn(&EndpointStats) -> &AtomicU64;
-    let counters: [(&str, &str, Read); 6] = [
+    let counters: [(&str, &str, Read); 12] = [
         ("loxilb_pd_kv_tier15_hits", "Requests sent to the endpoint with the longest cached prefix", |s| &s.hits),
         ("loxilb_pd_kv_tier15_spills", "Hits that an overloaded winner gave to this endpoint", |s| &s.spills),
         ("loxilb_pd_kv_tier15_cold_seeds", "Hits given to this endpoint because it was cold", |s| &s.cold_seeds),
         ("kvlane_endpoint_requests", "Requests sent to the endpoint", |s| &s.requests),
         ("kvlane_endpoint_hit_tokens", "Prompt tokens predicted to hit at the endpoint", |s| &s.hit_tokens),
         ("kvlane_endpoint_connect_failures", "Connects refused or timed out", |s| &s.connect_failures),
+        ("loxilb_pd_cb_flips", "Times the breaker opened", |s| &s.trips),
+        ("kvlane_prediction_compared", "Answers that say what came from the cache", |s| &s.compared),
+        ("kvlane_prediction_wrong", "Such answers with more than a block less than predicted", |s| &s.compared_wrong),
+        ("kvlane_prediction_predicted_tokens", "Tokens predicted to hit, in such answers", |s| &s.compared_predicted),
+        ("kvlane_prediction_cached_tokens", "Tokens that hit, in such answers", |s| &s.compared_cached),
+        ("kvlane_prediction_missing_tokens", "Tokens predicted to hit that did not", |s| &s.compared_missing),
     ];
     for (name, help, read) in counters {
         let samples = each_endpoint(view).map(|(labels, endpoint)| {
@@ -146,6 +164,12 @@ fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std
     families.gauge("loxilb_pd_ep_info", "Address of the endpoint", info)?;
     let up = each_endpoint(view).map(|(labels, endpoint)| (labels, u64::from(endpoint.is_candidate())));
     families.gauge("kvlane_endpoint_up", "Whether requests may go to the endpoint", up)?;
+    let heals = each_endpoint(view).map(|(labels, e)| (labels, e.shared.heals.load(Ordering::Relaxed)));
+    families.counter("loxilb_pd_cb_proactive_heal", "Times the breaker closed because probes were answered", heals)?;
+    let trust = each_endpoint(view).map(|(labels, e)| (labels, u64::from(e.shared.trust.percent())));
+    families.gauge("kvlane_endpoint_trust_percent", "How much of what the endpoint announces counts", trust)?;
+    let conveys = each_endpoint(view).map(|(labels, e)| (labels, u64::from(e.shared.conveys_rank())));
+    families.gauge("kvlane_endpoint_conveys_rank", "Whether a header chooses the rank at the engine", conveys)?;
     let faults = view.entries.iter().flat_map(|entry| {
         let of_endpoint = move |endpoint: &Endpoint| {
             let index = endpoint.shared.index;
@@ -176,6 +200,11 @@ fn services(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
         })
     });
     families.counter("loxilb_pd_kv_tier15_miss_reason", "Requests that the KV tier did not decide", misses)?;
+    let fallthrough = view.entries.iter().filter(|entry| entry.service.kv.is_some()).map(|entry| {
+        let missed = MissReason::ALL.into_iter().map(|reason| sum(entry, &|stats| &stats.misses[reason as usize]));
+        (service(entry), missed.sum())
+    });
+    families.counter("loxilb_pd_kv_tier15_fallthrough", "Requests that the KV tier did not decide", fallthrough)?;
     let responses = view.entries.iter().flat_map(|entry| {
         ["none", "1xx", "2xx", "3xx", "4xx", "5xx"].into_iter().enumerate().map(move |(class, name)| {
             let mut labels = service(entry);
@@ -190,16 +219,69 @@ fn services(families: &mut Families<'_>, view: &View) -> std::fmt::Result {
     });
     families.counter("loxilb_pd_kv_zero_hit_watchdog", "Runs of repeated prompts that hit no cache", fired)?;
     type Read = fn(&ServiceStats) -> &AtomicU64;
-    let counters: [(&str, &str, Read); 4] = [
+    let counters: [(&str, &str, Read); 8] = [
         ("kvlane_no_healthy_backend", "Requests refused because no endpoint was usable", |s| &s.no_healthy_backend),
+        ("loxilb_pd_connect_failover", "Requests that moved to another endpoint", |s| &s.connect_failovers),
         ("kvlane_connect_failovers", "Requests that moved to another endpoint", |s| &s.connect_failovers),
         ("kvlane_broken_answers", "Answers that broke after their first byte", |s| &s.broken_answers),
         ("kvlane_client_gone", "Requests whose client left early", |s| &s.client_gone),
+        ("kvlane_claim_decisions", "Requests sent to where their beginning was about to be stored", |s| &s.claims),
+        ("kvlane_regret_tokens", "Tokens that would have hit at the best candidate", |s| &s.regret_tokens),
+        ("kvlane_oracle_gap_tokens", "Tokens that some endpoint holds and the chosen one does not", |s| {
+            &s.oracle_gap_tokens
+        }),
     ];
     for (name, help, read) in counters {
         families.counter(name, help, view.entries.iter().map(|entry| (service(entry), sum(entry, &read))))?;
     }
     Ok(())
+}
+
+/// Which stage of the cascade decided, and what the stages remember.
+fn cascade(families: &mut Families<'_>, view: &View, control: &Control) -> std::fmt::Result {
+    let sum = |entry: &Entry, read: &dyn Fn(&ServiceStats) -> &AtomicU64| -> u64 {
+        entry.shared.stats.iter().map(|stats| read(stats).load(Ordering::Relaxed)).sum()
+    };
+    let with_model = |entry: &Entry| {
+        let mut labels = service(entry);
+        labels.push(("model", entry.rule.key.model.clone()));
+        labels
+    };
+    let tiers = view.entries.iter().flat_map(|entry| {
+        Tier::ALL.into_iter().map(move |tier| {
+            let mut labels = with_model(entry);
+            labels.push(("tier", tier_name(tier).to_owned()));
+            (labels, sum(entry, &|stats| &stats.tiers[tier as usize]))
+        })
+    });
+    families.counter("loxilb_ai_pd_tier_selected", "Requests by the stage of the cascade that decided", tiers)?;
+    let sessions =
+        view.entries.iter().map(|entry| (with_model(entry), sum(entry, &|stats| &stats.tiers[Tier::Session as usize])));
+    families.counter("loxilb_ai_pd_session_hits", "Requests that went where their session was", sessions)?;
+    families.single(
+        "loxilb_pd_sessions_active",
+        "Sessions whose endpoint is remembered",
+        control.affinity.sessions() as usize,
+    )?;
+    let (dropped, evicted) = (&control.affinity.dropped, &control.affinity.evicted);
+    for (name, help, value) in [
+        ("kvlane_session_pins_dropped", "Pins of sessions that only their own shard heard of", dropped),
+        ("kvlane_sessions_evicted", "Sessions forgotten before their time, for want of room", evicted),
+    ] {
+        families.counter(name, help, [(Labels::new(), value.load(Ordering::Relaxed))])?;
+    }
+    let tries = view.entries.iter().map(|entry| (service(entry), sum(entry, &|stats| &stats.trie_nodes)));
+    families.gauge("loxilb_pd_trie_nodes", "Nodes of the trees of texts, all shards together", tries)?;
+    let engines = view.entries.iter().map(|entry| {
+        let mut labels = service(entry);
+        labels.push(("engine", entry.rule.engine.name().to_owned()));
+        (labels, 1)
+    });
+    families.gauge("loxilb_ai_engine_info", "Kind of engine behind the rule", engines)?;
+    let queued = each_endpoint(view).filter_map(|(labels, e)| Some((labels, u64::from(e.shared.engine.queued()?))));
+    families.gauge("kvlane_engine_queued_requests", "Requests waiting in the engine, by its own metrics", queued)?;
+    let blocks = each_endpoint(view).filter_map(|(labels, e)| Some((labels, u64::from(e.shared.engine.blocks()?))));
+    families.gauge("kvlane_engine_cache_blocks", "Blocks of the engine's cache, by its own metrics", blocks)
 }
 
 fn for_shards(families: &mut Families<'_>, view: &View) -> std::fmt::Result {

@@ -6,44 +6,88 @@
 #![forbid(unsafe_code)]
 
 mod accept;
+mod addresses;
 mod answers;
+mod ask;
 mod contract;
+mod guard;
+mod hosts;
 mod inventory;
 mod metrics;
+mod openapi;
 mod parity;
+mod post;
+mod process;
+mod routes;
+mod rule_path;
 mod rules;
+mod settings;
+mod snapshot;
 mod status;
+mod time;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
-use axum::routing::{delete, get, post};
+use axum::routing::get;
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
+use tokio::sync::{Mutex, Semaphore};
 
+use crate::access::Access;
+use crate::logs::LogSwitch;
 use crate::rules::KvDefaults;
 use crate::supervise::{BindError, Control};
 
 pub(crate) use accept::CONNECTIONS_MAX;
+pub(crate) use addresses::is_held;
 pub(crate) use metrics::{Families, Labels};
 
 /// Largest body of a request, bytes; 1,024 endpoints need a fifth of it. Beyond it: 413.
 const BODY_BYTES_MAX: usize = 1 << 20;
+/// Largest snapshot that is restored, bytes. Beyond it: 413.
+const SNAPSHOT_BYTES_MAX: usize = 64 << 20;
 
 /// What the handlers share.
 #[derive(Clone, Debug)]
-struct Context {
+pub struct Admin {
     control: Control,
     defaults: Arc<KvDefaults>,
     registry: Arc<Registry>,
+    /// Who is let in; none = everybody.
+    access: Option<Access>,
+    log: LogSwitch,
+    /// Held by one change of rules at a time, from what it is worked out from until it is in force.
+    changes: Arc<Mutex<()>>,
+    /// Room for dumps of inventories.
+    dumps: Arc<Semaphore>,
+    hosts: hosts::Hosts,
+    shows_metrics: Arc<AtomicBool>,
+    rate: Arc<guard::Rate>,
 }
 
-impl Context {
-    fn new(control: Control, defaults: KvDefaults) -> Self {
+use Admin as Context;
+
+impl Admin {
+    /// A management plane over a supervisor's parts.
+    #[must_use]
+    pub fn new(control: Control, defaults: KvDefaults, access: Option<Access>, log: LogSwitch) -> Self {
         let registry = Arc::new(metrics::registry(control.clone()));
-        Context { control, defaults: Arc::new(defaults), registry }
+        Admin {
+            control,
+            defaults: Arc::new(defaults),
+            registry,
+            access,
+            log,
+            changes: Arc::default(),
+            dumps: Arc::new(Semaphore::new(inventory::DUMPS_MAX)),
+            hosts: hosts::Hosts::default(),
+            shows_metrics: Arc::new(AtomicBool::new(true)),
+            rate: Arc::default(),
+        }
     }
 }
 
@@ -73,19 +117,21 @@ impl Door {
     }
 
     /// Serves the management API until dropped.
-    pub async fn serve_api(self, control: Control, defaults: KvDefaults) {
-        serve(self.listener, api(Context::new(control, defaults))).await;
+    pub async fn serve_api(self, admin: Admin) {
+        let access = admin.access.clone();
+        serve(self.listener, access, api(admin)).await;
     }
 
-    /// Serves metrics, liveness and readiness until dropped.
-    pub async fn serve_metrics(self, control: Control) {
-        serve(self.listener, metrics_only(Context::new(control, KvDefaults::default()))).await;
+    /// Serves metrics, liveness and readiness until dropped: in clear, and to everybody.
+    pub async fn serve_metrics(self, admin: Admin) {
+        serve(self.listener, None, metrics_only(admin)).await;
     }
 }
 
-async fn serve(listener: TcpListener, router: Router) {
+async fn serve(listener: TcpListener, access: Option<Access>, router: Router) {
+    let listener = accept::Bounded::new(listener, access);
     // axum's accept loop outlives every error of a single connection; it never returns.
-    if let Err(error) = axum::serve(accept::Bounded::new(listener), router).await {
+    if let Err(error) = axum::serve(listener, router.into_make_service_with_connect_info::<guard::Peer>()).await {
         tracing::error!(%error, "the management listener ended");
     }
 }
@@ -93,32 +139,17 @@ async fn serve(listener: TcpListener, router: Router) {
 const BASE: &str = "/netlox/v1";
 
 fn api(context: Context) -> Router {
-    let key = "externalipaddress/{ip}/port/{port}";
-    let lb = "/config/loadbalancer";
-    let routes = Router::new()
-        .route(lb, post(rules::create).get(rules::list))
-        .route(&format!("{lb}/all"), get(rules::list).delete(rules::delete_all))
-        .route(&format!("{lb}/name/{{name}}"), delete(rules::delete_name))
-        .route(&format!("{lb}/{key}/protocol/{{protocol}}"), delete(rules::delete_key))
-        .route(&format!("{lb}/{key}/portmax/{{portmax}}/protocol/{{protocol}}"), delete(rules::delete_key))
-        .route(&format!("{lb}/hosturl/{{host}}/{key}/protocol/{{protocol}}"), delete(rules::delete_key))
-        .route(
-            &format!("{lb}/hosturl/{{host}}/{key}/portmax/{{portmax}}/protocol/{{protocol}}"),
-            delete(rules::delete_key),
-        )
-        .route("/config/ai/kv/contract", get(contract::report))
-        .route("/config/ai/kv/inventory", get(inventory::dump))
-        .route("/config/ai/kv/models", get(status::models))
-        .route("/config/ai/kv/parity", get(parity::report))
-        .route("/config/ai/kv/streams", get(status::streams))
-        .route("/metrics", get(metrics::scrape))
-        .route("/status/ready", get(status::ready))
-        .route("/version", get(status::version));
+    let mut routes = Router::new();
+    for operation in routes::operations() {
+        routes = routes.route(operation.path, operation.route);
+    }
+    let guarded = axum::middleware::from_fn_with_state(context.clone(), guard::guard);
     Router::new()
         .nest(BASE, routes)
         .fallback(answers::no_such_path)
         .method_not_allowed_fallback(answers::no_such_method)
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .layer(guarded)
         .with_state(context)
 }
 

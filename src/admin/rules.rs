@@ -1,142 +1,148 @@
-//! Load-balancer rules over the API.
+//! Load-balancer rules as they stand: shown, counted, removed. Making and changing them is [`super::post`].
 
-use std::collections::HashMap;
-use std::net::IpAddr;
+use std::sync::Arc;
 
 use axum::Json;
-use axum::body::Bytes;
-use axum::extract::rejection::{BytesRejection, PathRejection};
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
-use tracing::{info, warn};
 
-use crate::fields::from_json;
-use crate::rules::{PathMatchMode, RuleKey, check_request, readback};
-use crate::supervise::Selector;
+use crate::rules::{RuleKey, readback};
+use crate::supervise::{Entry, Selector};
 
 use super::Context;
-use super::answers::{not_applied, problems, refusal, success};
+use super::addresses::is_held;
+use super::answers::{not_applied, refusal, success};
+use super::ask::Asked;
+use super::rule_path::{Names, Taken, named, no_rule, taken};
+use super::time::rfc3339;
 
-/// Names in a path or a query.
-type Names = HashMap<String, String>;
-
-pub(super) async fn create(State(context): State<Context>, body: Result<Bytes, BytesRejection>) -> Response {
-    let body = match body {
-        Ok(body) => body,
-        Err(rejection) => return refusal(rejection.status(), &rejection.body_text()),
-    };
-    let checked = from_json(&body).map_err(|problem| vec![problem]);
-    let (rule, warnings) = match checked.and_then(|node| check_request(&node, &context.defaults)) {
-        Ok(checked) => checked,
-        Err(found) => return problems(&found),
-    };
-    let key = rule.key.to_string();
-    for warning in &warnings {
-        warn!(rule = %key, %warning, "rule posted");
+/// A rule as one element of `lbAttr`.
+pub(super) fn shown(entry: &Entry) -> Value {
+    let up: Vec<bool> = entry.in_rule().map(|place| place.address.is_some() && place.shared.is_up()).collect();
+    let mut value = readback(&entry.rule, entry.id, &up);
+    value["serviceArguments"]["id"] = json!(*entry.uuid);
+    value["serviceArguments"]["source"] = json!(if entry.origin.is_file() { "file" } else { "api" });
+    if !is_held(entry.rule.key.ip) {
+        value["serviceArguments"]["warnings"] = json!(["address not on host"]);
     }
-    match context.control.apply(rule).await {
-        Ok(_) => success(&warnings),
-        Err(error) => {
-            info!(rule = %key, %error, "rule refused");
-            not_applied(&error)
-        }
-    }
+    value
 }
 
 pub(super) async fn list(State(context): State<Context>) -> Response {
-    let view = context.control.view();
-    let rules: Vec<Value> = view
-        .entries
-        .iter()
-        .map(|entry| {
-            let up: Vec<bool> = entry.in_rule().map(|place| place.address.is_some() && place.shared.is_up()).collect();
-            readback(&entry.rule, entry.id, &up)
-        })
-        .collect();
+    let rules: Vec<Value> = context.control.view().entries.iter().map(|entry| shown(entry)).collect();
     Json(json!({ "lbAttr": rules })).into_response()
 }
 
+fn find(context: &Context, key: &RuleKey) -> Result<Arc<Entry>, Box<Response>> {
+    let view = context.control.view();
+    let found = view.entries.iter().find(|entry| entry.rule.key == *key).cloned();
+    found.ok_or_else(|| Box::new(no_rule(&key.to_string())))
+}
+
+fn answer(result: Result<Value, Box<Response>>) -> Response {
+    match result {
+        Ok(value) => Json(value).into_response(),
+        Err(response) => *response,
+    }
+}
+
+pub(super) async fn get_key(State(context): State<Context>, path: Taken<Names>, Asked(query): Asked) -> Response {
+    answer(named(path, &query).and_then(|key| find(&context, &key)).map(|entry| shown(&entry)))
+}
+
+pub(super) async fn get_id(State(context): State<Context>, id: Taken<String>) -> Response {
+    let find = |id: String| {
+        let view = context.control.view();
+        let found = view.entries.iter().find(|entry| *entry.uuid == *id).map(|entry| shown(entry));
+        found.ok_or_else(|| Box::new(no_rule(&format!("id {id}"))))
+    };
+    answer(taken(id).and_then(find))
+}
+
+/// Every rule of a name.
+pub(super) async fn get_name(State(context): State<Context>, name: Taken<String>) -> Response {
+    answer(taken(name).map(|name| {
+        let view = context.control.view();
+        let named = view.entries.iter().filter(|entry| entry.rule.name == name);
+        json!({"lbAttr": named.map(|entry| shown(entry)).collect::<Vec<_>>()})
+    }))
+}
+
+/// Whether the rule's endpoints can take requests, in the reference's words.
+pub(super) async fn status(State(context): State<Context>, path: Taken<Names>, Asked(query): Asked) -> Response {
+    answer(named(path, &query).and_then(|key| find(&context, &key)).map(|entry| {
+        json!({
+            "adminStateUp": true,
+            "operatingStatus": operating_status(&entry),
+            "lastUpdated": rfc3339(entry.changed),
+        })
+    }))
+}
+
+fn operating_status(entry: &Entry) -> &'static str {
+    let endpoints = entry.service.endpoints.iter().filter(|endpoint| !endpoint.retired && endpoint.weight > 0);
+    let (up, all) = endpoints.fold((0, 0), |(up, all), e| (up + usize::from(e.is_candidate()), all + 1));
+    match up {
+        // Every endpoint drains.
+        0 if all == 0 => "OFFLINE",
+        0 => "ERROR",
+        _ if up < all => "DEGRADED",
+        _ => "ONLINE",
+    }
+}
+
+pub(super) async fn stats(State(context): State<Context>, path: Taken<Names>, Asked(query): Asked) -> Response {
+    answer(named(path, &query).and_then(|key| find(&context, &key)).map(|entry| {
+        let endpoints = || entry.service.endpoints.iter().map(|endpoint| &endpoint.shared);
+        let active: u64 =
+            endpoints().map(|shared| u64::from(context.control.loads.total(shared.slot).requests())).sum();
+        let total: u64 =
+            endpoints().flat_map(|shared| &shared.stats).map(|row| super::metrics::read(&row.requests)).sum();
+        json!({"activeConnections": active, "totalConnections": total})
+    }))
+}
+
 pub(super) async fn delete_all(State(context): State<Context>) -> Response {
-    match context.control.remove(Selector::All).await {
-        Ok(_) => success(&[]),
-        Err(error) => not_applied(&error),
+    removed(&context, Selector::All).await.unwrap_or_else(|_| success(&[]))
+}
+
+pub(super) async fn delete_name(State(context): State<Context>, name: Taken<String>) -> Response {
+    match taken(name) {
+        // As the reference has it, success does not depend on whether there was such a rule.
+        Ok(name) => removed(&context, Selector::Name(name)).await.unwrap_or_else(|_| success(&[])),
+        Err(response) => *response,
     }
 }
 
-pub(super) async fn delete_name(State(context): State<Context>, name: Result<Path<String>, PathRejection>) -> Response {
-    let Path(name) = match name {
-        Ok(name) => name,
-        Err(rejection) => return refusal(rejection.status(), &rejection.body_text()),
-    };
-    // As the reference has it, success does not depend on whether there was such a rule.
-    match context.control.remove(Selector::Name(name)).await {
-        Ok(_) => success(&[]),
-        Err(error) => not_applied(&error),
-    }
-}
-
-pub(super) async fn delete_key(
-    State(context): State<Context>,
-    path: Result<Path<Names>, PathRejection>,
-    Query(query): Query<Names>,
-) -> Response {
-    let Path(path) = match path {
-        Ok(path) => path,
-        Err(rejection) => return refusal(rejection.status(), &rejection.body_text()),
-    };
-    let key = match key_of(&path, &query) {
+pub(super) async fn delete_key(State(context): State<Context>, path: Taken<Names>, Asked(query): Asked) -> Response {
+    let key = match named(path, &query) {
         Ok(key) => key,
-        Err(what) => return refusal(StatusCode::BAD_REQUEST, &what),
+        Err(response) => return *response,
     };
     let text = key.to_string();
-    let last = match last_port_of(&path) {
-        Ok(last) => last,
-        Err(what) => return refusal(StatusCode::BAD_REQUEST, &what),
-    };
-    // No rule is for more than one port.
-    if last != 0 && last != key.port {
-        return refusal(StatusCode::NOT_FOUND, &format!("no-rule: there is no rule for {text} up to port {last}"));
-    }
-    match context.control.remove(Selector::Key(key)).await {
-        Ok(0) => refusal(StatusCode::NOT_FOUND, &format!("no-rule: there is no rule for {text}")),
-        Ok(_) => success(&[]),
-        Err(error) => not_applied(&error),
+    removed(&context, Selector::Key(key)).await.unwrap_or_else(|_| no_rule(&text))
+}
+
+/// The answer to a removal; nothing where there was nothing to remove.
+async fn removed(context: &Context, selector: Selector) -> Result<Response, ()> {
+    let _turn = context.changes.lock().await;
+    match context.control.remove(selector).await {
+        Ok(0) => Err(()),
+        Ok(_) => Ok(success(&[])),
+        Err(error) => Ok(not_applied(&error)),
     }
 }
 
-/// The `portmax` of a path; 0 where it has none, or means none.
-fn last_port_of(path: &Names) -> Result<u16, String> {
-    path.get("portmax").map_or(Ok(0), |text| text.parse().map_err(|_| format!("portmax {text:?} is no port")))
-}
-
-/// The key that a path and its query name; what is wrong with them otherwise.
-fn key_of(path: &Names, query: &Names) -> Result<RuleKey, String> {
-    let get = |names: &Names, name: &str| names.get(name).cloned().unwrap_or_default();
-    let ip = get(path, "ip");
-    let ip: IpAddr =
-        ip.trim_start_matches('[').trim_end_matches(']').parse().map_err(|_| format!("{ip:?} is no IP address"))?;
-    let port = get(path, "port");
-    let port = port.parse().map_err(|_| format!("{port:?} is no port"))?;
-    let protocol = get(path, "protocol");
-    if !protocol.eq_ignore_ascii_case("tcp") {
-        return Err(format!("{protocol:?} is refused: rules here are for \"tcp\""));
+/// Rules of mode fullproxy, which all are here, take no merge patch in the reference either.
+pub(super) async fn patch(State(context): State<Context>, path: Taken<Names>, Asked(query): Asked) -> Response {
+    match named(path, &query).and_then(|key| find(&context, &key)) {
+        Ok(_) => refusal(
+            StatusCode::CONFLICT,
+            "lbrule-exist error: cant modify fullproxy rules by PATCH: POST the whole rule to /config/loadbalancer \
+             again, or its endpoints with oper 1 (attach) or 2 (detach)",
+        ),
+        Err(response) => *response,
     }
-    let block = query.get("block").filter(|text| !text.is_empty());
-    let block = block.map_or(Ok(0), |text| text.parse().map_err(|_| format!("block {text:?} is no number")))?;
-    let mode = query.get("path_match_mode").filter(|text| !text.is_empty());
-    let path_match = mode.map_or(Ok(PathMatchMode::Disabled), |text| {
-        PathMatchMode::of_name(text).ok_or_else(|| format!("path_match_mode {text:?} is unknown"))
-    })?;
-    let host = path.get("host").filter(|host| *host != "any").map(|host| host.to_ascii_lowercase()).unwrap_or_default();
-    Ok(RuleKey {
-        ip,
-        port,
-        block,
-        host,
-        path_prefix: get(query, "path_prefix"),
-        path_match,
-        model: get(query, "model_name"),
-    })
 }

@@ -6,6 +6,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
+use crate::rules::KvAlgo;
 use crate::supervise::Entry;
 
 use super::Context;
@@ -17,6 +18,11 @@ pub(super) async fn ready(State(context): State<Context>) -> Response {
     let shards: Vec<Value> = view.shards.iter().map(|shard| shard.report()).collect();
     Json(json!({
         "ready": view.is_ready(),
+        "rules_kept": {
+            "file": view.kept.file,
+            "waiting": view.kept.waiting.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            "damaged": view.kept.damaged,
+        },
         "draining": view.draining,
         "rules": rules,
         "shards": shards,
@@ -60,6 +66,29 @@ pub(super) async fn version() -> Response {
         "product": "kvlane",
     }))
     .into_response()
+}
+
+/// What this is, and how to talk to it.
+pub(super) async fn meta(State(context): State<Context>) -> Response {
+    let protected = context.access.as_ref().is_some_and(|access| access.tokens().is_some());
+    Json(json!({
+        "product": "kvlane",
+        "version": env!("CARGO_PKG_VERSION"),
+        "apiVersion": "netlox/v1",
+        "authentication": if protected { "bearer" } else { "none" },
+        "openapi": "/netlox/v1/openapi.json",
+    }))
+    .into_response()
+}
+
+/// Which kinds of engine rules can route by, and what keeps one from it.
+pub(super) async fn capabilities() -> Response {
+    // A seed that is too long keeps the process from starting, and one that is unset is vLLM's own fixed one.
+    let engines = shards::service::Engine::ALL.into_iter().filter(|engine| KvAlgo::default_of(*engine).is_some());
+    let shown = engines.map(
+        |engine| json!({"name": format!("kv_exact_{}", engine.name()), "ready": true, "reason": "", "reason_code": ""}),
+    );
+    Json(json!({ "capabilities": shown.collect::<Vec<_>>() })).into_response()
 }
 
 pub(super) async fn healthz() -> &'static str {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
-use crate::cli::{Ready, run};
+use crate::cli::{Ready, Surroundings, run};
 use crate::config::Config;
 use crate::cores::{Machine, Wishes, plan};
 
@@ -42,7 +42,8 @@ impl Gateway {
             let stop = async {
                 let _ = stopped.await;
             };
-            runtime.block_on(run(config, plan, stop, Some(say_ready))).expect("the gateway starts");
+            let surroundings = Surroundings::default();
+            runtime.block_on(run(config, plan, surroundings, stop, Some(say_ready))).expect("the gateway starts");
         });
         let ready = ready.blocking_recv().expect("the gateway starts");
         Gateway { ready, stop: Some(stop), thread: Some(thread) }
@@ -255,7 +256,7 @@ fn what_cannot_be_done_changes_nothing_and_says_why() {
         (with("mode", json!(null)), 400, "mode must be 4 (fullproxy)"),
         (with("kvBlockSize", json!(1)), 400, "kvBlockSize: 1 is not within 4 to 65536"),
         (with("sel", json!(7)), 400, "sel: 7"),
-        (with("security", json!(1)), 501, "security: 1 is refused"),
+        (with("security", json!(1)), 400, "security: 1 is refused"),
         (with("kvEngineType", json!("llamacpp2")), 400, "kv-engine-type must be one of"),
         (plain(taken_port, json!([engine.endpoint()])).to_string(), 409, "cannot listen at 127.0.0.1"),
         (plain(gateway.ready.admin.port(), json!([engine.endpoint()])).to_string(), 409, "cannot listen at"),

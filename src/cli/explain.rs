@@ -118,7 +118,7 @@ fn story(args: &ExplainArgs) -> Result<Story, Failure> {
     let Prompted { prompt, keys, engine } =
         runtime.block_on(prompt_of(args, &config, &service, &model, &body, &view))?;
     let overlaps = match &args.url {
-        Some(url) => Some(runtime.block_on(overlaps(url, &rule, &service.compiled, &keys))?),
+        Some(url) => Some(overlaps(url, &rule, &service.compiled, &keys)?),
         None => None,
     };
     let decision = decision(&service.compiled, &prompt, overlaps.as_deref());
@@ -307,12 +307,12 @@ async fn told_ids(
 }
 
 /// Asks the gateway what each endpoint holds, and brings the service's endpoints to the state it tells.
-async fn overlaps(url: &str, rule: &Rule, service: &Service, keys: &[BlockKey]) -> Result<Vec<Overlap>, Failure> {
+fn overlaps(url: &str, rule: &Rule, service: &Service, keys: &[BlockKey]) -> Result<Vec<Overlap>, Failure> {
     let gateway = Gateway::at(url).map_err(|why| Failure::Usage(format!("--url {why}")))?;
-    let told = gateway.rule(rule).await.map_err(Failure::No)?;
+    let told = gateway.rule(rule).map_err(Failure::No)?;
     let mut overlaps = Vec::new();
     for (index, endpoint) in rule.endpoints.iter().enumerate() {
-        let held: HashSet<u64> = gateway.keys(told.service, index).await.map_err(Failure::No)?.into_iter().collect();
+        let held: HashSet<u64> = gateway.keys(told.service, index).map_err(Failure::No)?.into_iter().collect();
         let blocks = keys.iter().take_while(|key| held.contains(&key.0)).count();
         let up = told.up.get(index).copied().unwrap_or(false);
         let shared = &service.endpoints[index].shared;

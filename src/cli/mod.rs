@@ -1,7 +1,8 @@
-//! The command line: `kvlane serve`, `check`, `doctor`, `events`, `render`, `explain` and `hash`.
+//! The command line: `kvlane serve`, `check`, `doctor`, `events`, `render`, `explain`, `hash`, `token`, and those of a
+//! running gateway (`create`, `get`, `delete`, `save`, `apply`).
 //!
 //! Exit codes: 0 = it went right, 1 = the answer is "no" (a file with problems, a gateway that cannot start),
-//! 2 = the command itself was wrong.
+//! 2 = the command itself was wrong; those of a running gateway are [`manage`]'s.
 
 mod check;
 mod descriptors;
@@ -9,21 +10,25 @@ mod doctor;
 mod events;
 mod explain;
 mod inquiry;
+mod manage;
+mod reload;
 mod render;
 mod serve;
+mod token;
 
 use std::ffi::OsString;
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 
 use crate::config::ConfigError;
 use crate::fields::Problem;
 use crate::hash_command::{self, HashArgs, HashError};
 use crate::rules::KvDefaults;
 
-pub use serve::{Ready, run};
+pub use serve::{Ready, Surroundings, run};
 
 /// A gateway that sends each LLM request to the engine that already holds its prompt prefix.
 #[derive(Debug, Parser)]
@@ -59,6 +64,27 @@ enum Command {
     Explain(explain::ExplainArgs),
     /// Print the block keys of token ids by an engine's contract; the ids come as a JSON array on standard input.
     Hash(HashArgs),
+    /// Make or change a rule of a running gateway, as loxicmd does.
+    #[command(subcommand)]
+    Create(manage::Create),
+    /// Show what a running gateway has, as loxicmd does.
+    Get(manage::GetArgs),
+    /// Remove a rule of a running gateway, as loxicmd does.
+    #[command(subcommand)]
+    Delete(manage::Delete),
+    /// Write down the rules of a running gateway.
+    Save(manage::SaveArgs),
+    /// Put the rules of a file in force in a running gateway.
+    Apply(manage::ApplyArgs),
+    /// Make a token for the management API, and print it.
+    Token(token::TokenArgs),
+    /// Print a shell's completions.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+    /// Print the man page.
+    Man,
 }
 
 /// How a command ended.
@@ -67,6 +93,16 @@ enum Outcome {
     Right = 0,
     No = 1,
     Usage = 2,
+    /// The gateway does not let one in.
+    Access = 3,
+    /// No gateway answers.
+    Unavailable = 5,
+    /// Its answer is not understood.
+    Contract = 6,
+    /// It refuses.
+    Failed = 7,
+    /// A part was done.
+    Partial = 8,
 }
 
 /// Runs the command line; the first argument is the program's name. Other programs of this workspace start the
@@ -81,6 +117,14 @@ pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
             Command::Render(arguments) => render::render(&arguments),
             Command::Explain(arguments) => explain::explain(&arguments),
             Command::Hash(arguments) => hash(&arguments),
+            Command::Create(what) => manage::create(&what),
+            Command::Get(arguments) => manage::get(&arguments),
+            Command::Delete(what) => manage::delete(&what),
+            Command::Save(arguments) => manage::save(&arguments),
+            Command::Apply(arguments) => manage::apply(&arguments),
+            Command::Token(arguments) => token::token(&arguments),
+            Command::Completions { shell } => completions(shell),
+            Command::Man => man(),
         },
         Err(error) => {
             // Help and version come this way too; if they cannot be printed there is nobody to tell.
@@ -89,6 +133,29 @@ pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
         }
     };
     ExitCode::from(outcome as u8)
+}
+
+/// Prints a result. A reader that has left has read what it wanted.
+fn print_line(text: &str) -> Outcome {
+    let mut out = std::io::stdout().lock();
+    match writeln!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Outcome::No,
+        _ => Outcome::Right,
+    }
+}
+
+fn completions(shell: clap_complete::Shell) -> Outcome {
+    let mut text = Vec::new();
+    clap_complete::generate(shell, &mut Arguments::command(), "kvlane", &mut text);
+    print_line(String::from_utf8_lossy(&text).trim_end())
+}
+
+fn man() -> Outcome {
+    let mut text = Vec::new();
+    match clap_mangen::Man::new(Arguments::command()).render(&mut text) {
+        Ok(()) => print_line(String::from_utf8_lossy(&text).trim_end()),
+        Err(_) => Outcome::No,
+    }
 }
 
 /// How a command ends whose configuration cannot be used: that of a file that is not there is a wrong command.

@@ -1,22 +1,23 @@
 //! `kvlane serve`: everything started in order, served, and drained.
 
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tracing::{error, info, warn};
-use tracing_subscriber::EnvFilter;
 
-use crate::admin::Door;
+use crate::access::Access;
+use crate::admin::{Admin, Door};
 use crate::config::Config;
 use crate::cores::{self, Machine, Plan};
 use crate::fields::Problem;
-use crate::supervise::Supervisor;
+use crate::logs::LogSwitch;
+use crate::supervise::{Origin, Supervisor};
 
-use super::{Outcome, descriptors, outcome_of};
+use super::{Outcome, descriptors, outcome_of, reload};
 
 /// Where a gateway that serves can be reached.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +26,15 @@ pub struct Ready {
     pub admin: SocketAddr,
     /// The second listener, if there is one.
     pub metrics: Option<SocketAddr>,
+}
+
+/// What of its process a gateway may change, and where its configuration is.
+#[derive(Clone, Debug, Default)]
+pub struct Surroundings {
+    /// The log.
+    pub log: LogSwitch,
+    /// The configuration file, which is read again when it changes and at SIGHUP.
+    pub file: Option<PathBuf>,
 }
 
 pub(super) fn serve(path: Option<&Path>) -> Outcome {
@@ -56,7 +66,7 @@ fn start(path: Option<&Path>) -> anyhow::Result<()> {
         Some(path) => Config::read(path, &defaults, Some(&machine))?,
         None => (Config { kv_defaults: defaults, ..Config::default() }, Vec::new()),
     };
-    log_to_stderr(&config);
+    let log = LogSwitch::start(&config.log);
     for warning in &warnings {
         warn!(%warning, "configuration");
     }
@@ -66,7 +76,8 @@ fn start(path: Option<&Path>) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("control runtime")?;
     runtime.block_on(async {
         let stop = stop_signal()?;
-        run(config, plan, stop, None).await
+        let surroundings = Surroundings { log, file: path.map(Path::to_owned) };
+        run(config, plan, surroundings, stop, None).await
     })
 }
 
@@ -112,12 +123,6 @@ fn pin(core: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn log_to_stderr(config: &Config) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(&config.log));
-    // A program that embeds the gateway may have its own subscriber already.
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
-}
-
 fn joined(problems: &[Problem]) -> String {
     problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
@@ -148,9 +153,11 @@ fn stop_signal() -> anyhow::Result<impl Future<Output = ()>> {
 pub async fn run(
     config: Config,
     plan: Plan,
+    surroundings: Surroundings,
     stop: impl Future<Output = ()>,
     ready: Option<oneshot::Sender<Ready>>,
 ) -> anyhow::Result<()> {
+    let access = Access::open(config.access.clone())?;
     let api = Door::open(config.admin_listen).await.context("[admin] listen")?;
     let metrics = match config.metrics_listen {
         Some(address) => Some(Door::open(address).await.context("[metrics] listen")?),
@@ -158,9 +165,9 @@ pub async fn run(
     };
     let mut supervisor = Supervisor::start(&config, &plan)?;
     let mut failures = Vec::new();
-    for rule in config.rules {
+    for rule in config.rules.clone() {
         let key = rule.key.to_string();
-        if let Err(error) = supervisor.apply(rule).await {
+        if let Err(error) = supervisor.apply(rule, Origin::File).await {
             failures.push(format!("rule {key}: {error}"));
         }
     }
@@ -168,15 +175,22 @@ pub async fn run(
         supervisor.run(std::future::ready(())).await;
         bail!("{}", failures.join("\n"));
     }
+    supervisor.take_up(&config.kv_defaults).await;
     let control = supervisor.control();
     let reached = Ready { admin: api.address(), metrics: metrics.as_ref().map(Door::address) };
     let mut doors = JoinSet::new();
+    let Surroundings { log, file } = surroundings;
+    let admin = Admin::new(control.clone(), config.kv_defaults.clone(), Some(access.clone()), log.clone());
     if let Some(metrics) = metrics {
-        doors.spawn(metrics.serve_metrics(control.clone()));
+        doors.spawn(metrics.serve_metrics(admin.clone()));
     }
-    doors.spawn(api.serve_api(control, config.kv_defaults));
-    if !reached.admin.ip().is_loopback() {
+    doors.spawn(api.serve_api(admin));
+    if !reached.admin.ip().is_loopback() && access.tokens().is_none() {
         warn!(address = %reached.admin, "the management API can be reached from other hosts, and asks nobody who they are");
+    }
+    doors.spawn(access.watch());
+    if let Some(file) = file {
+        doors.spawn(reload::watch(file, config, control, log));
     }
     info!(management = %reached.admin, "serving");
     if let Some(ready) = ready {

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use shards::limits::Limits;
 
+use crate::access::AccessOptions;
 use crate::cores::{self, Machine, Wishes};
 use crate::fields::{Dialect, Fields, Kind, Node, Problem, Report, from_toml};
 use crate::rules::{self, KvDefaults, Rule};
@@ -40,6 +41,8 @@ pub struct Config {
     pub state_period: Duration,
     /// `[admin] listen`: address of the management API.
     pub admin_listen: SocketAddr,
+    /// `[admin]`: who may use the management API.
+    pub access: AccessOptions,
     /// `[metrics] listen`: address of the second listener; none = off.
     pub metrics_listen: Option<SocketAddr>,
     /// `[[rule]]`, in order.
@@ -61,6 +64,7 @@ impl Default for Config {
             state_directory: None,
             state_period: Duration::from_secs(30),
             admin_listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 11111),
+            access: AccessOptions::default(),
             metrics_listen: None,
             rules: Vec::new(),
             kv_defaults: KvDefaults::default(),

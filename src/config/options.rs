@@ -7,6 +7,7 @@ use std::time::Duration;
 use shards::http::HEADERS_CEILING;
 use shards::limits::Limits;
 
+use crate::access::{AccessOptions, TlsFiles};
 use crate::cores::Wish;
 use crate::fields::{Fields, Node, Report, Value};
 
@@ -57,6 +58,7 @@ pub(super) fn read(config: &mut Config, root: &mut Fields<'_>, report: &mut Repo
         if let Some(address) = read_listen(&mut fields, report) {
             config.admin_listen = address;
         }
+        config.access = read_access(&mut fields, report, config.admin_listen);
         fields.finish(report);
     }
     if let Some(mut fields) = root.table(report, "metrics") {
@@ -142,6 +144,27 @@ fn read_listen(fields: &mut Fields<'_>, report: &mut Report) -> Option<SocketAdd
         fields.invalid(report, "listen", format!("{text:?} is not of the form \"127.0.0.1:11111\""));
     }
     address
+}
+
+/// Who may use the management API. Beyond loopback it must be protected, or be said not to be.
+fn read_access(fields: &mut Fields<'_>, report: &mut Report, listen: SocketAddr) -> AccessOptions {
+    let mut path = |report: &mut Report, name| fields.text_set(report, name).map(PathBuf::from);
+    let tokens = path(report, "tokens");
+    let (certificate, key) = (path(report, "tls_certificate"), path(report, "tls_key"));
+    if certificate.is_some() != key.is_some() {
+        let missing = if key.is_none() { "tls_key" } else { "tls_certificate" };
+        fields.invalid(report, missing, "missing: a certificate and its key go together");
+    }
+    let tls = certificate.zip(key).map(|(certificate, key)| TlsFiles { certificate, key });
+    let insecure = fields.flag(report, "insecure").unwrap_or(false);
+    if !listen.ip().is_loopback() && !insecure && (tls.is_none() || tokens.is_none()) {
+        let message = format!(
+            "{listen} can be reached from other hosts: give tokens, tls_certificate and tls_key, or write insecure = true \
+             where everybody who reaches it may change every rule"
+        );
+        fields.invalid(report, "listen", message);
+    }
+    AccessOptions { tokens, tls, insecure }
 }
 
 fn read_limits(limits: &mut Limits, mut fields: Fields<'_>, report: &mut Report) {

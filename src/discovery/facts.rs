@@ -25,9 +25,28 @@ pub struct EndpointFacts {
     pub bigrams: bool,
     /// SGLang: the format of its events.
     pub format: EventFormat,
+    /// SGLang: its ranks have HTTP ports of their own (the Rust frontend), so that no header chooses one.
+    pub ports_by_rank: bool,
 }
 
+/// vLLM before does not know the header that chooses a rank.
+const VLLM_RANK_HEADER: Release = Release::new(0, 11, 1);
+/// SGLang before does not know it.
+const SGLANG_RANK_HEADER: Release = Release::new(0, 5, 10);
+
 impl EndpointFacts {
+    /// Whether `X-data-parallel-rank` chooses the rank that serves a request. An engine that has not said its release is
+    /// not relied on.
+    #[must_use]
+    pub fn conveys_rank(&self, engine: Engine) -> bool {
+        let since = match engine {
+            Engine::Vllm => VLLM_RANK_HEADER,
+            Engine::Sglang if !self.ports_by_rank => SGLANG_RANK_HEADER,
+            Engine::Sglang | Engine::Trtllm | Engine::Llamacpp => return false,
+        };
+        self.release().is_some_and(|release| release >= since)
+    }
+
     /// Its release, where its version names one.
     #[must_use]
     pub fn release(&self) -> Option<Release> {
@@ -86,6 +105,7 @@ impl EndpointFacts {
         self.version = Some(version.to_owned());
         let speculation = answer["speculative_algorithm"].as_str().unwrap_or_default();
         self.bigrams = ["EAGLE", "EAGLE3", "FROZEN_KV_MTP"].contains(&speculation);
+        self.ports_by_rank = answer["frontend"] == "rust";
         // The option's own text, which is JSON again.
         let config = answer["kv_events_config"].as_str().unwrap_or_default();
         let config: Value = serde_json::from_str(config).unwrap_or_default();
@@ -217,6 +237,19 @@ mod tests {
         assert_eq!(one.models.len() + one.adapters.len(), CARDS_MAX);
         let facts = ServiceFacts::of([&one, &other, &cards(2 * CARDS_MAX)]);
         assert_eq!((facts.models.len(), facts.adapters.len()), (CARDS_MAX, CARDS_MAX));
+    }
+
+    #[test]
+    fn a_header_chooses_the_rank_from_certain_releases_on() {
+        let of = |engine, version: &str| endpoint(version, r#"{"data":[]}"#).conveys_rank(engine);
+        for (engine, before, since) in [(Engine::Vllm, "0.11.0", "0.11.1"), (Engine::Sglang, "0.5.9", "0.5.10")] {
+            assert!(!of(engine, before) && of(engine, since) && of(engine, "1.0.0"), "{engine:?}");
+            assert!(!EndpointFacts::default().conveys_rank(engine), "it has not said its release");
+        }
+        assert!(!of(Engine::Trtllm, "1.2.0"));
+        let mut rust = EndpointFacts::default();
+        assert!(rust.read_server_info(br#"{"version":"0.5.23","frontend":"rust"}"#));
+        assert!(!rust.conveys_rank(Engine::Sglang), "a port for each rank");
     }
 
     #[test]

@@ -11,6 +11,7 @@
 
 mod facts;
 mod http;
+mod load;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -22,6 +23,7 @@ use shards::service::Engine;
 
 pub use facts::{EndpointFacts, ServiceFacts};
 pub use http::{Call, Reply, get, request};
+pub use load::{EngineMetrics, has_metrics, read_metrics};
 
 /// How often an endpoint is asked.
 pub const PERIOD: Duration = Duration::from_secs(5);

@@ -2,7 +2,7 @@
 //!
 //! A shard takes an endpoint out at once when a connect fails; [`Monitor`] takes it out after two probes in a row
 //! that fail, and alone brings it back. An endpoint that fails again before it answered anything waits longer each
-//! time, 1 to 30 s, however well it answers probes.
+//! time, 1 to 30 s, however well it answers probes; one whose breaker opened waits 30 s.
 
 #![forbid(unsafe_code)]
 
@@ -20,6 +20,9 @@ pub const TIMEOUT: Duration = Duration::from_secs(1);
 const FAILURES_TO_TAKE_OUT: u32 = 2;
 /// Longest time an endpoint is kept out although it answers probes.
 const BACK_OFF_MAX: Duration = Duration::from_secs(30);
+
+/// How long an endpoint is kept out whose breaker opened.
+const BREAKER_OPEN: Duration = Duration::from_secs(30);
 
 /// What a monitor wants done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,6 +44,8 @@ pub struct Seen {
     pub connect_failures: u32,
     /// Whether the probe was answered.
     pub alive: bool,
+    /// The breaker took it out.
+    pub tripped: bool,
 }
 
 /// The history of one endpoint.
@@ -96,7 +101,11 @@ impl Monitor {
         let answered_since =
             self.connect_failures_at_return == 0 || seen.connect_failures <= self.connect_failures_at_return;
         self.relapses = if answered_since { 0 } else { self.relapses.saturating_add(1) };
-        let back_off = Duration::from_secs(1u64 << self.relapses.min(5)).min(BACK_OFF_MAX);
+        let back_off = if seen.tripped {
+            BREAKER_OPEN
+        } else {
+            Duration::from_secs(1u64 << self.relapses.min(5)).min(BACK_OFF_MAX)
+        };
         let until = now + back_off;
         self.held_until = Some(until);
         until

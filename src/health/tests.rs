@@ -11,7 +11,7 @@ fn check(steps: &[(u64, bool, u32, bool, Verdict)]) {
     let start = Instant::now();
     let mut monitor = Monitor::default();
     for (second, up, connect_failures, alive, expected) in steps {
-        let seen = Seen { up: *up, connect_failures: *connect_failures, alive: *alive };
+        let seen = Seen { up: *up, connect_failures: *connect_failures, alive: *alive, tripped: false };
         assert_eq!(monitor.observe(start + Duration::from_secs(*second), seen), *expected, "at {second} s");
     }
 }
@@ -34,6 +34,15 @@ fn two_failed_probes_in_a_row_take_an_endpoint_out_and_one_does_not() {
 #[test]
 fn an_endpoint_that_a_shard_took_out_comes_back_a_second_later_if_it_answers() {
     check(&[(0, OUT, 3, true, Keep), (1, OUT, 3, true, BringBack), (2, IN, 0, true, Keep)]);
+}
+
+#[test]
+fn an_endpoint_whose_breaker_opened_is_out_for_half_a_minute() {
+    let (start, mut monitor) = (Instant::now(), Monitor::default());
+    let seen = Seen { up: false, connect_failures: 0, alive: true, tripped: true };
+    for (second, expected) in [(0, Keep), (1, Keep), (29, Keep), (30, BringBack)] {
+        assert_eq!(monitor.observe(start + Duration::from_secs(second), seen), expected, "at {second} s");
+    }
 }
 
 #[test]

@@ -9,7 +9,9 @@ use shards::service::Engine;
 
 use crate::fields::{Dialect, Fields, Node, Problem, Report, Value};
 
-use super::{EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others, pools};
+use super::{
+    EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others, pools, proxy,
+};
 
 /// The load-balancer mode in which connections are ended and requests are read.
 const FULLPROXY: i64 = 4;
@@ -76,6 +78,7 @@ pub fn check(
         sessions: pools::read_sessions(fields, report, &facts, select),
         pd: pools::read_disagg(fields, report, &facts, engine),
         engine,
+        proxy: proxy::read(fields, report, engine, &facts, defaults),
         kv,
         engine_token: read_token(fields, report),
         endpoints: Vec::new(),
@@ -170,8 +173,9 @@ fn check_refusals(fields: &mut Fields<'_>, report: &mut Report) {
     }
     if let Some(oper) = fields.int_in(report, "oper", 0..=2)
         && oper != 0
+        && report.dialect == Dialect::File
     {
-        fields.not_yet(report, "oper", format!("{oper} is not built yet: post the whole rule with oper 0"));
+        fields.invalid(report, "oper", format!("{oper} is refused: a file has whole rules, so leave oper out"));
     }
     if fields.flag(report, "adminStateUp") == Some(false) {
         fields.not_yet(
@@ -187,7 +191,7 @@ fn check_refusals(fields: &mut Fields<'_>, report: &mut Report) {
     }
 }
 
-fn read_key(fields: &mut Fields<'_>, report: &mut Report) -> RuleKey {
+pub(super) fn read_key(fields: &mut Fields<'_>, report: &mut Report) -> RuleKey {
     let port = read_port(fields, report);
     let port_max = fields.int_in(report, "portMax", 0..=65_535).unwrap_or(0);
     if port_max != 0 && port_max != i64::from(port) {

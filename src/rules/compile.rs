@@ -47,6 +47,7 @@ pub fn compile(
         sessions: rule.sessions.clone(),
         pd: rule.pd,
         engine: rule.engine,
+        proxy: rule.proxy.clone(),
         kv: rule.kv.as_ref().zip(inventory).map(|(kv, inventory)| compile_kv(kv, inventory, facts)),
         endpoints: places.iter().map(|place| compile_place(rule, place)).collect(),
         shared,
@@ -57,6 +58,7 @@ pub fn compile(
 fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> KvExact {
     KvExact {
         block_tokens: kv.block_tokens,
+        ranks: kv.ranks,
         contract: contract(kv, facts),
         algo_given: kv.algo_given,
         // In this order: the rule wins over what engines list.

@@ -38,6 +38,8 @@ pub struct KvDefaults {
     pub zero_hit_every: u32,
     /// `LOXILB_KV_MAX_BLOCKS`, 1,000 to 100,000,000 per endpoint.
     pub max_blocks: u32,
+    /// `LLB_PD_ORIGIN_ERR_THRESHOLD`, 0 to 1,000 answers of status 500 or more in a row; 0 = none open the breaker.
+    pub origin_errors_max: u32,
     /// `LLB_KV_REPLAY_PORT_OFFSET`; 0 = no replay.
     pub replay_port_offset: u16,
     /// `LOXILB_KV_TRTLLM_POLL_MIN_MS` and `LOXILB_KV_TRTLLM_POLL_MAX_MS`.
@@ -72,6 +74,7 @@ impl Default for KvDefaults {
             mean_load_factor: 175,
             zero_hit_every: 50,
             max_blocks: 1_000_000,
+            origin_errors_max: 3,
             replay_port_offset: 1000,
             drain_poll: DrainPoll { min_ms: 5, max_ms: 20 },
         }
@@ -98,6 +101,7 @@ impl KvDefaults {
             mean_load_factor: env.number("LOXILB_KV_MEAN_LOAD_FACTOR", 100, 1000, default.mean_load_factor),
             zero_hit_every: env.number("LOXILB_KV_ZERO_HIT_N", 1, 1_000_000, default.zero_hit_every),
             max_blocks: env.number("LOXILB_KV_MAX_BLOCKS", 1000, 100_000_000, default.max_blocks),
+            origin_errors_max: env.number("LLB_PD_ORIGIN_ERR_THRESHOLD", 0, 1000, default.origin_errors_max),
             replay_port_offset: env.short("LLB_KV_REPLAY_PORT_OFFSET", 0..=65_535, default.replay_port_offset),
             drain_poll: env.drain_poll(default.drain_poll),
         };

@@ -182,7 +182,7 @@ fn read_place(fields: &mut Fields<'_>, report: &mut Report, events: Option<Event
     }
 }
 
-fn read_port(fields: &mut Fields<'_>, report: &mut Report) -> u16 {
+pub(super) fn read_port(fields: &mut Fields<'_>, report: &mut Report) -> u16 {
     let before = report.problems.len();
     match fields.int_in(report, "targetPort", 1..=65_535) {
         Some(port) => port as u16,
@@ -195,7 +195,7 @@ fn read_port(fields: &mut Fields<'_>, report: &mut Report) -> u16 {
     }
 }
 
-fn read_host(fields: &mut Fields<'_>, report: &mut Report) -> Host {
+pub(super) fn read_host(fields: &mut Fields<'_>, report: &mut Report) -> Host {
     let nowhere = Host::Ip(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
     let before = report.problems.len();
     let Some(text) = fields.text_set(report, "endpointIP") else {

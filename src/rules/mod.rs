@@ -8,7 +8,8 @@
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
 //! `kvSendPromptIds`, `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
 //! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `pd_session_max`,
-//! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs` and `kvMediumWeights`, and an endpoint `kvZmqPort`,
+//! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs`, `kvMediumWeights`, `routeHeader` and
+//! `scrapeMetrics`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
 
 #![forbid(unsafe_code)]
@@ -23,8 +24,11 @@ mod kv;
 mod others;
 mod pools;
 mod prompts;
+mod proxy;
 mod readback;
+mod request;
 mod seal;
+pub mod table;
 mod token;
 
 use std::collections::BTreeMap;
@@ -35,7 +39,7 @@ use std::sync::Arc;
 
 use shards::prompt::Rendering;
 use shards::service::{
-    Adapter, Blend, Disagg, Engine, MediumWeights, PathMatch, PrefixHashing, Role, Select, Sessions,
+    Adapter, Blend, Disagg, Engine, MediumWeights, PathMatch, PrefixHashing, ProxyOptions, Role, Select, Sessions,
 };
 
 pub use algo::{KvAlgo, contract, unknowable};
@@ -43,6 +47,7 @@ pub use check::{check, check_file, check_request};
 pub use defaults::{DrainPoll, KvDefaults};
 pub use prompts::PromptOptions;
 pub use readback::{contract_of, readback};
+pub use request::{Oper, Purpose, purpose_of};
 pub use seal::Nonce;
 pub use token::{EngineToken, TokenError};
 
@@ -72,6 +77,8 @@ pub struct Rule {
     pub pd: Option<Disagg>,
     /// `kvEngineType`.
     pub engine: Engine,
+    /// How requests are carried, beside where to.
+    pub proxy: ProxyOptions,
     /// KV-exact routing (`kvExactMode` 3, or 1 in P/D rules); none = without.
     pub kv: Option<KvRule>,
     /// `engineTokenFile`: what the gateway shows on its own calls.

@@ -64,7 +64,6 @@ const INERT: &[Inert] = &[
     inert("sse_mode", Flag, ""),
     inert("max_stream_duration_sec", I32, NOT_BUILT),
     inert("backend_keepalive_interval_sec", I32, NOT_BUILT),
-    inert("cb_enable", Flag, "an endpoint that refuses a connection is always taken out at once"),
     inert("chwbl_enable_cache_salt", Flag, SALT),
     inert("hsts_max_age", U32, "it concerns TLS"),
     inert("hsts_include_subdomains", Flag, "it concerns TLS"),
@@ -128,7 +127,7 @@ const REFUSED_LISTS: &[(&str, &str)] = &[
 ];
 
 /// Read-only members of a readback, tolerated so that a readback can be posted again.
-const READ_ONLY: &[&str] = &["service_id", "warnings"];
+const READ_ONLY: &[&str] = &["service_id", "source", "warnings"];
 
 /// Reads the options of `serviceArguments` that have no effect.
 pub(super) fn read_others(fields: &mut Fields<'_>, report: &mut Report, rule: &mut Rule) {

@@ -84,6 +84,7 @@ fn show_service(rule: &Rule, id: ServiceId) -> Value {
     if let Some(token) = &rule.engine_token {
         put("engineTokenFile", json!(token.path()));
     }
+    super::proxy::show(&rule.proxy, &mut put);
     for (name, value) in &rule.inert {
         put(name, value.clone());
     }

@@ -143,7 +143,6 @@ fn refusals_name_the_value_and_what_is_expected() {
 fn what_is_right_but_not_built_is_told_apart() {
     let later = [
         (json!({"security": 1}), "security: 1 is refused: TLS is not built yet"),
-        (json!({"oper": 1}), "oper: 1 is not built yet"),
         (json!({"adminStateUp": false}), "adminStateUp: false is not built yet"),
         (json!({"portMax": 8090}), "portMax: 8090: port ranges are not built yet"),
         (json!({"api_key_auth": "required"}), "api_key_auth: \"required\" is refused"),

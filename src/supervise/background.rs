@@ -15,7 +15,7 @@ use crate::discovery::Access;
 use crate::health::{self, Answer, Monitor, Seen, Verdict};
 use crate::rules::{EngineToken, Host};
 
-use super::{Control, engines, findings, resolve};
+use super::{Control, engines, findings, resolve, scrape};
 
 /// Probes under way at once. Beyond it the others of that second wait for these.
 pub(crate) const PROBES_MAX: usize = 256;
@@ -27,6 +27,7 @@ pub(super) fn start(control: &Control) -> JoinSet<()> {
     tasks.spawn(resolve_all(control.clone()));
     tasks.spawn(engines::discover_all(control.clone()));
     tasks.spawn(findings::watch_all(control.clone()));
+    tasks.spawn(scrape::scrape_all(control.clone()));
     tasks
 }
 
@@ -34,6 +35,8 @@ struct Target {
     key: (ServiceId, EndpointIndex),
     address: SocketAddr,
     shared: Arc<EndpointShared>,
+    /// Errors that open its breaker.
+    breaker_errors: u32,
     token: Option<Arc<EngineToken>>,
 }
 
@@ -61,6 +64,10 @@ async fn probe_all(control: Control) {
             note_access(&control, &target, &answer);
             match answer {
                 Answer::Unasked(reason) => unasked = Some(reason),
+                // Someone said so, whatever it answers.
+                _ if control.holds.has(target.address) => {
+                    target.shared.mark_down();
+                }
                 answer => judge(monitors.entry(target.key).or_default(), &target, answer.is_alive()),
             }
         }
@@ -83,7 +90,8 @@ fn targets(control: &Control) -> Vec<Target> {
         let target = |place: &crate::rules::compile::Place| {
             let shared = Arc::clone(&place.shared);
             let token = entry.rule.engine_token.clone();
-            place.address.map(|address| Target { key: (id, shared.index), address, shared, token })
+            let breaker_errors = entry.rule.proxy.breaker_errors;
+            place.address.map(|address| Target { key: (id, shared.index), address, shared, breaker_errors, token })
         };
         entry.in_rule().filter_map(target).collect::<Vec<_>>()
     };
@@ -117,7 +125,9 @@ fn judge(monitor: &mut Monitor, target: &Target, alive: bool) {
     let shared = &target.shared;
     let connect_failures = shared.connect_failures.load(std::sync::atomic::Ordering::Relaxed);
     let (service_id, ep_idx) = (target.key.0.0, target.key.1.0);
-    match monitor.observe(Instant::now(), Seen { up: shared.is_up(), connect_failures, alive }) {
+    match monitor
+        .observe(Instant::now(), Seen { up: shared.is_up(), connect_failures, alive, tripped: shared.is_tripped() })
+    {
         Verdict::Keep => {}
         Verdict::TakeOut => {
             if shared.mark_down() {
@@ -125,6 +135,7 @@ fn judge(monitor: &mut Monitor, target: &Target, alive: bool) {
             }
         }
         Verdict::BringBack => {
+            shared.half_close(target.breaker_errors);
             if shared.mark_up() {
                 info!(service_id, ep_idx, endpoint = %target.address, "endpoint back: it answers GET /health");
             }

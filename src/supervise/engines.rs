@@ -28,8 +28,8 @@ struct Target {
     key: Key,
     engine: Engine,
     address: SocketAddr,
-    token: Option<Arc<EngineToken>>,
     shared: Arc<EndpointShared>,
+    token: Option<Arc<EngineToken>>,
 }
 
 /// Asks every endpoint of a KV rule, over and over, and hands on what is new.
@@ -78,8 +78,9 @@ fn keys(entry: &Entry) -> impl Iterator<Item = Key> {
 fn targets(entry: &Entry) -> Vec<Target> {
     let target = |place: &Place| {
         let address = place.address.filter(|_| place.shared.is_up())?;
-        let (token, shared) = (entry.rule.engine_token.clone(), Arc::clone(&place.shared));
-        Some(Target { key: (entry.id, place.shared.index), engine: entry.rule.engine, address, token, shared })
+        let token = entry.rule.engine_token.clone();
+        let shared = Arc::clone(&place.shared);
+        Some(Target { key: (entry.id, place.shared.index), engine: entry.rule.engine, address, shared, token })
     };
     let wanted = entry.rule.kv.is_some();
     entry.in_rule().filter(|_| wanted).filter_map(target).collect()
@@ -128,6 +129,11 @@ async fn ask_all(control: &Control, targets: Vec<Target>) {
             tell(&target, &found.access);
         }
         target.shared.set_takes_ids(found.facts.takes_ids(target.engine));
+        let conveys = found.facts.conveys_rank(target.engine);
+        if target.shared.set_conveys_rank(conveys) {
+            let (service_id, ep_idx, endpoint) = (target.key.0.0, target.key.1.0, target.address);
+            info!(service_id, ep_idx, %endpoint, conveys, "whether a header chooses the rank at the engine");
+        }
         control.discovery.put(target.key, found);
     }
 }

@@ -6,11 +6,11 @@
 //! taken over here.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use shards::service::{Engine, MissReason};
+use shards::service::{EndpointStats, Engine, MissReason};
 use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
 
@@ -39,6 +39,8 @@ pub enum EndpointLeg {
     Access,
     /// The blocks it tells of when drained are not of the rule's size.
     BlockSize,
+    /// Its answers keep reporting fewer cached tokens than it announced.
+    Usage,
     /// It puts a begin-of-text token before texts, or not, unlike the model's files or the rule say.
     Bos,
 }
@@ -53,6 +55,7 @@ impl EndpointLeg {
             EndpointLeg::Silent => "silent",
             EndpointLeg::Access => "access",
             EndpointLeg::BlockSize => "block_size",
+            EndpointLeg::Usage => "usage",
             EndpointLeg::Bos => "bos",
         }
     }
@@ -103,6 +106,7 @@ pub(super) async fn watch_all(control: Control) {
                 let found = control.discovery.found(key);
                 let mut findings = Vec::new();
                 findings.extend(access(entry, &found));
+                findings.extend(usage(place));
                 findings.extend(model(&control, entry, &found, &models));
                 findings
                     .extend(drains.iter().find(|drain| is_of(drain, key)).and_then(|drain| block_size(entry, drain)));
@@ -170,6 +174,22 @@ fn access(entry: &Entry, found: &Found) -> Option<EndpointFinding> {
     let denied = [&found.access, &found.health].into_iter().find(|access| matches!(access, Access::Denied(_)))?;
     let detail = engines::why(denied, entry.rule.engine_token.as_deref());
     Some(EndpointFinding { leg: EndpointLeg::Access, detail })
+}
+
+/// An endpoint that has less than it announces.
+fn usage(place: &Place) -> Option<EndpointFinding> {
+    let trust = &place.shared.trust;
+    let sum = |read: fn(&EndpointStats) -> &AtomicU64| -> u64 {
+        place.shared.stats.iter().map(|stats| read(stats).load(Ordering::Relaxed)).sum()
+    };
+    let (wrong, compared) = (sum(|stats| &stats.compared_wrong), sum(|stats| &stats.compared));
+    let detail = format!(
+        "its answers keep reporting fewer cached tokens than it announced ({wrong} of {compared} so far), so what it \
+         announces counts {} %: see that all events of this engine and no other's arrive, and that it evicts nothing \
+         without saying so",
+        trust.percent()
+    );
+    trust.is_demoted().then_some(EndpointFinding { leg: EndpointLeg::Usage, detail })
 }
 
 fn model(control: &Control, entry: &Entry, found: &Found, models: &[ModelStatus]) -> Option<EndpointFinding> {

@@ -7,12 +7,16 @@
 #![forbid(unsafe_code)]
 
 mod background;
+mod change;
 mod engines;
 mod findings;
+mod holds;
+mod kept;
 mod parts;
 mod registry;
 mod rehearsal;
 mod resolve;
+mod scrape;
 mod silence;
 mod slots;
 mod sockets;
@@ -21,6 +25,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use shards::affinity::{Affinity, AffinityWriter, seconds};
+use shards::executor::now_ns;
 use shards::ids::ServiceId;
 use shards::load::LoadTable;
 use shards::service::Tables;
@@ -33,12 +39,18 @@ use crate::discovery::{Discovery, ServiceFacts};
 use crate::rules::{Rule, RuleKey};
 
 pub(crate) use background::PROBES_MAX;
+pub use change::{Difference, Scope};
 pub(crate) use findings::events_option;
 pub use findings::{EndpointFinding, EndpointLeg, Findings};
+use holds::Held;
+pub use holds::Holds;
+pub(crate) use holds::HostState;
+use kept::Store;
+pub use kept::{KeepError, KeptReport};
 pub use parts::{IngestPart, ModelsPart, PartError, ShardView};
 use parts::{Listeners, Parts};
-pub use registry::{Entry, RegistryError};
-use registry::{Events, Registry};
+use registry::Registry;
+pub use registry::{Entry, Origin, RegistryError};
 pub(crate) use rehearsal::Rehearsal;
 pub use slots::LOAD_SLOTS;
 pub use sockets::BindError;
@@ -47,6 +59,9 @@ pub use sockets::BindError;
 const REQUESTS_MAX: usize = 64;
 /// How often shards are looked after and unused places freed.
 const WATCH_PERIOD: Duration = Duration::from_secs(1);
+
+/// How often the pins that shards made of sessions are shown to the others.
+const SESSIONS_PERIOD: Duration = Duration::from_millis(50);
 
 /// Why a rule was not taken in; nothing was changed.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +78,9 @@ pub enum ApplyError {
     /// A part of the process did not do its share.
     #[error(transparent)]
     Part(#[from] PartError),
+    /// Rules could not be written where they outlive the process.
+    #[error(transparent)]
+    Keep(#[from] KeepError),
     /// The process is shutting down.
     #[error("the gateway is shutting down")]
     Stopping,
@@ -80,10 +98,10 @@ pub enum Selector {
 }
 
 impl Selector {
-    fn matches(&self, rule: &Rule) -> bool {
+    fn matches(&self, entry: &Entry) -> bool {
         match self {
-            Selector::Key(key) => rule.key == *key,
-            Selector::Name(name) => rule.name == *name,
+            Selector::Key(key) => entry.rule.key == *key,
+            Selector::Name(name) => entry.rule.name == *name,
             Selector::All => true,
         }
     }
@@ -98,6 +116,8 @@ pub struct View {
     pub shards: Vec<ShardView>,
     /// Whether the process is on its way out.
     pub draining: bool,
+    /// The rules that outlive the process.
+    pub kept: KeptReport,
 }
 
 impl View {
@@ -116,8 +136,10 @@ impl View {
 }
 
 enum Request {
-    Apply(Box<Rule>, oneshot::Sender<Result<Arc<Entry>, ApplyError>>),
+    Apply(Box<Rule>, Origin, oneshot::Sender<Result<Arc<Entry>, ApplyError>>),
     Remove(Selector, oneshot::Sender<Result<usize, ApplyError>>),
+    /// The rules of a scope are to be these; true = only say what would change.
+    Replace(Vec<(Rule, Origin)>, Scope, bool, oneshot::Sender<Result<Difference, ApplyError>>),
     /// The names of this entry's endpoints lead elsewhere now.
     Moved(Arc<Entry>, Vec<Option<SocketAddr>>),
     /// The engines of this rule say something new of themselves.
@@ -131,6 +153,8 @@ pub struct Control {
     view: watch::Receiver<Arc<View>>,
     /// In-flight counts.
     pub loads: Arc<LoadTable>,
+    /// Where sessions were sent.
+    pub affinity: Arc<Affinity>,
     /// Event streams.
     pub ingest: IngestPart,
     /// Tokenizers.
@@ -139,6 +163,8 @@ pub struct Control {
     pub discovery: Discovery,
     /// What is wrong with endpoints beyond the keys of their ranks.
     pub findings: Findings,
+    /// Hosts that an operator has taken out.
+    pub holds: Holds,
 }
 
 impl Control {
@@ -152,19 +178,50 @@ impl Control {
     ///
     /// # Errors
     /// Why not; nothing was changed.
-    pub async fn apply(&self, rule: Rule) -> Result<Arc<Entry>, ApplyError> {
-        let (answer, answered) = oneshot::channel();
-        self.requests.send(Request::Apply(Box::new(rule), answer)).await.map_err(|_| ApplyError::Stopping)?;
-        answered.await.unwrap_or(Err(ApplyError::Stopping))
+    pub async fn apply(&self, rule: Rule, origin: Origin) -> Result<Arc<Entry>, ApplyError> {
+        self.ask(|answer| Request::Apply(Box::new(rule), origin, answer)).await
     }
 
-    /// Takes rules out of force and says how many there were.
+    /// Takes rules out of force and says how many there were. The configuration file's stay: one that is named is an
+    /// error, others are passed over.
     ///
     /// # Errors
     /// Why not; nothing was changed.
     pub async fn remove(&self, selector: Selector) -> Result<usize, ApplyError> {
+        self.ask(|answer| Request::Remove(selector, answer)).await
+    }
+
+    /// Makes the rules of a scope these, all of them or none, and says what was changed; `dry` only says it. Rules of the
+    /// other scope stay, but for those that the configuration file has now.
+    ///
+    /// # Errors
+    /// Why not; nothing was changed.
+    pub async fn replace(&self, rules: Vec<(Rule, Origin)>, scope: Scope, dry: bool) -> Result<Difference, ApplyError> {
+        self.ask(|answer| Request::Replace(rules, scope, dry, answer)).await
+    }
+
+    /// Takes a host's engines out, or leaves them to their probes again; false where there is no room for more holds.
+    pub(crate) fn hold(&self, held: Held, state: HostState) -> bool {
+        if !self.holds.set(held, state) {
+            return false;
+        }
+        for entry in &self.view().entries {
+            for place in entry.in_rule() {
+                // Probes bring back what may come back.
+                if place.address.is_some_and(|address| self.holds.has(address)) {
+                    place.shared.mark_down();
+                }
+            }
+        }
+        true
+    }
+
+    async fn ask<T>(
+        &self,
+        request: impl FnOnce(oneshot::Sender<Result<T, ApplyError>>) -> Request,
+    ) -> Result<T, ApplyError> {
         let (answer, answered) = oneshot::channel();
-        self.requests.send(Request::Remove(selector, answer)).await.map_err(|_| ApplyError::Stopping)?;
+        self.requests.send(request(answer)).await.map_err(|_| ApplyError::Stopping)?;
         answered.await.unwrap_or(Err(ApplyError::Stopping))
     }
 
@@ -178,6 +235,7 @@ impl Control {
 #[derive(Debug)]
 pub struct Supervisor {
     registry: Registry,
+    store: Store,
     listeners: Listeners,
     parts: Parts,
     backlog: u32,
@@ -186,6 +244,7 @@ pub struct Supervisor {
     view: watch::Sender<Arc<View>>,
     control: Control,
     models_changed: mpsc::Receiver<()>,
+    affinity_writer: AffinityWriter,
 }
 
 impl Supervisor {
@@ -195,21 +254,29 @@ impl Supervisor {
     /// A part that does not start.
     pub fn start(config: &Config, plan: &Plan) -> Result<Self, PartError> {
         let loads = Arc::new(LoadTable::new(plan.shards.len(), LOAD_SLOTS));
-        let (parts, models_changed) = Parts::start(config, plan, &loads)?;
+        let (affinity, affinity_writer) = Affinity::new();
+        let (parts, models_changed) = Parts::start(config, plan, &loads, &affinity)?;
         let (requests_in, requests) = mpsc::channel(REQUESTS_MAX);
-        let (view, view_out) =
-            watch::channel(Arc::new(View { entries: Vec::new(), shards: parts.shards.views(), draining: false }));
+        let (store, next, remembered) = Store::open(config.state_directory.as_deref());
+        let mut registry = Registry::new(Arc::clone(&loads), plan.shards.len(), config.kv_defaults.max_blocks as usize);
+        registry.remember(next, remembered);
+        let view =
+            View { entries: Vec::new(), shards: parts.shards.views(), draining: false, kept: KeptReport::default() };
+        let (view, view_out) = watch::channel(Arc::new(view));
         let control = Control {
             requests: requests_in,
             view: view_out,
             loads: Arc::clone(&loads),
+            affinity,
             ingest: parts.ingest.clone(),
             models: parts.models.clone(),
             discovery: Discovery::default(),
             findings: Findings::default(),
+            holds: Holds::default(),
         };
         Ok(Supervisor {
-            registry: Registry::new(loads, plan.shards.len(), config.kv_defaults.max_blocks as usize),
+            registry,
+            store,
             listeners: Listeners::new(),
             parts,
             backlog: config.listen_backlog,
@@ -218,6 +285,7 @@ impl Supervisor {
             view,
             control,
             models_changed,
+            affinity_writer,
         })
     }
 
@@ -230,6 +298,8 @@ impl Supervisor {
     /// Serves until `stop` is done, then drains: nothing new is accepted, and what runs may finish.
     pub async fn run(mut self, stop: impl Future<Output = ()>) {
         let background = background::start(&self.control);
+        let mut sessions = tokio::time::interval(SESSIONS_PERIOD);
+        sessions.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut watch = tokio::time::interval(WATCH_PERIOD);
         watch.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         tokio::pin!(stop);
@@ -239,13 +309,13 @@ impl Supervisor {
                 Some(request) = self.requests.recv() => self.handle(request).await,
                 Some(()) = self.models_changed.recv() => self.models_changed().await,
                 _ = watch.tick() => self.look_after().await,
+                _ = sessions.tick() => self.affinity_writer.apply(seconds(now_ns())),
             }
         }
         drop(background);
         // From here on whoever asks for a change hears that the process stops.
         self.requests.close();
-        let entries = self.registry.entries().to_vec();
-        self.view.send_replace(Arc::new(View { entries, shards: self.parts.shards.views(), draining: true }));
+        self.show(true);
         info!(timeout_ms = self.drain_timeout.as_millis() as u64, "draining: no new connections");
         self.listeners.clear();
         self.parts.stop(self.drain_timeout).await;
@@ -253,8 +323,8 @@ impl Supervisor {
 
     async fn handle(&mut self, request: Request) {
         match request {
-            Request::Apply(rule, answer) => {
-                let result = self.apply(*rule).await;
+            Request::Apply(rule, origin, answer) => {
+                let result = self.apply(*rule, origin).await;
                 // An asker that left does not undo the change.
                 let _ = answer.send(result);
             }
@@ -262,66 +332,18 @@ impl Supervisor {
                 let result = self.remove(&selector).await;
                 let _ = answer.send(result);
             }
+            Request::Replace(rules, scope, dry, answer) => {
+                let result = self.replace(rules, scope, dry).await;
+                let _ = answer.send(result);
+            }
             Request::Moved(entry, addresses) => self.move_endpoints(&entry, &addresses).await,
             Request::Learned(id, facts) => self.learn(id, facts).await,
         }
     }
 
-    /// Puts a rule in force, new or in place of the one with the same key.
-    ///
-    /// # Errors
-    /// Why not; nothing was changed.
-    pub async fn apply(&mut self, rule: Rule) -> Result<Arc<Entry>, ApplyError> {
-        let known: Vec<Option<SocketAddr>> = self
-            .registry
-            .find(&rule.key)
-            .map(|entry| rule.endpoints.iter().map(|endpoint| entry.address_of(&endpoint.identity())).collect())
-            .unwrap_or_default();
-        let addresses = resolve::resolve(&rule, &known).await;
-        if let Some(address) = resolve::collision(&addresses) {
-            return Err(ApplyError::Collision(address));
-        }
-        let prepared = self.registry.prepare(rule, &addresses)?;
-        let entry = Arc::clone(&prepared.entry);
-        if let Err(error) = self.switch_to(&entry).await {
-            self.registry.abandon(prepared);
-            return Err(error);
-        }
-        self.registry.commit(&entry);
-        match prepared.events {
-            Events::None => {}
-            Events::Start(writer) => self.parts.ingest.add(&entry, *writer),
-            Events::Update => self.parts.ingest.update(&entry),
-            Events::Stop => self.parts.ingest.remove(entry.id),
-        }
-        self.publish();
-        info!(service_id = entry.id.0, rule = %entry.rule.key, endpoints = entry.rule.endpoints.len(), "rule in force");
-        Ok(entry)
-    }
-
-    /// Binds what the entry needs and hands it to the shards; on failure both are as before.
-    async fn switch_to(&mut self, entry: &Arc<Entry>) -> Result<(), ApplyError> {
-        let listen = entry.rule.key.listen();
-        let ours: Vec<SocketAddr> = self.listeners.keys().copied().collect();
-        let sockets = match self.listeners.contains_key(&listen) {
-            true => None,
-            false => Some(sockets::listen(listen, self.parts.shards.len(), self.backlog, &ours)?),
-        };
-        self.hand_out(self.registry.with(entry)).await?;
-        if let Some(sockets) = sockets {
-            if let Err(error) = self.parts.shards.listen(listen, &sockets).await {
-                self.parts.shards.unlisten(listen).await;
-                self.hand_out(self.registry.entries().to_vec()).await?;
-                return Err(error.into());
-            }
-            self.listeners.insert(listen, sockets);
-        }
-        Ok(())
-    }
-
     /// Gives every shard tables of these entries; if one does not take them, gives all of them the present ones.
-    async fn hand_out(&self, entries: Vec<Arc<Entry>>) -> Result<(), PartError> {
-        let result = self.parts.shards.tables(self.tables(&entries)).await;
+    async fn hand_out(&self, entries: &[Arc<Entry>]) -> Result<(), PartError> {
+        let result = self.parts.shards.tables(self.tables(entries)).await;
         if result.is_err()
             && let Err(error) = self.parts.shards.tables(self.tables(self.registry.entries())).await
         {
@@ -335,29 +357,6 @@ impl Supervisor {
         Arc::new(Tables { services, models: self.parts.models.table() })
     }
 
-    async fn remove(&mut self, selector: &Selector) -> Result<usize, ApplyError> {
-        let entries = self.registry.entries();
-        let (gone, kept): (Vec<_>, Vec<_>) = entries.iter().cloned().partition(|e| selector.matches(&e.rule));
-        if gone.is_empty() {
-            return Ok(0);
-        }
-        self.hand_out(kept.clone()).await?;
-        for entry in &gone {
-            let listen = entry.rule.key.listen();
-            if !kept.iter().any(|other| other.rule.key.listen() == listen) && self.listeners.remove(&listen).is_some() {
-                self.parts.shards.unlisten(listen).await;
-            }
-            if entry.inventory.is_some() {
-                self.parts.ingest.remove(entry.id);
-            }
-            info!(service_id = entry.id.0, rule = %entry.rule.key, "rule removed");
-        }
-        let ids: Vec<ServiceId> = gone.iter().map(|entry| entry.id).collect();
-        self.registry.remove(&ids);
-        self.publish();
-        Ok(ids.len())
-    }
-
     async fn move_endpoints(&mut self, seen: &Arc<Entry>, addresses: &[Option<SocketAddr>]) {
         // The rule may have changed while its names were looked up; the next look-up is for the new one.
         if !self.registry.entries().iter().any(|entry| Arc::ptr_eq(entry, seen)) {
@@ -368,11 +367,12 @@ impl Supervisor {
             return;
         }
         let entry = Arc::new(seen.moved(addresses));
-        if let Err(error) = self.hand_out(self.registry.with(&entry)).await {
+        let entries = self.registry.with(&[], [&entry]);
+        if let Err(error) = self.hand_out(&entries).await {
             warn!(rule = %seen.rule.key, %error, "new addresses of endpoints could not be handed out");
             return;
         }
-        self.registry.commit(&entry);
+        self.registry.commit(entries);
         if entry.inventory.is_some() {
             self.parts.ingest.update(&entry);
         }
@@ -387,11 +387,12 @@ impl Supervisor {
             info!(rule = %seen.rule.key, "engines of different releases: salts and adapters are keyed in each one's form");
         }
         let entry = Arc::new(seen.learned(facts));
-        if let Err(error) = self.hand_out(self.registry.with(&entry)).await {
+        let entries = self.registry.with(&[], [&entry]);
+        if let Err(error) = self.hand_out(&entries).await {
             warn!(rule = %seen.rule.key, %error, "what engines say of themselves could not be handed out");
             return;
         }
-        self.registry.commit(&entry);
+        self.registry.commit(entries);
         if entry.inventory.is_some() {
             // A no-op unless the engines' keys are now believed to be others.
             self.parts.ingest.update(&entry);
@@ -403,7 +404,7 @@ impl Supervisor {
     }
 
     async fn models_changed(&mut self) {
-        if let Err(error) = self.hand_out(self.registry.entries().to_vec()).await {
+        if let Err(error) = self.hand_out(self.registry.entries()).await {
             error!(%error, "new tokenizers could not be handed out");
         }
     }
@@ -420,6 +421,11 @@ impl Supervisor {
         let entries = self.registry.entries().to_vec();
         self.parts.ingest.set_load_slots(self.registry.slots_used());
         self.parts.models.set_wanted(&entries);
-        self.view.send_replace(Arc::new(View { entries, shards: self.parts.shards.views(), draining: false }));
+        self.show(false);
+    }
+
+    fn show(&self, draining: bool) {
+        let (entries, shards) = (self.registry.entries().to_vec(), self.parts.shards.views());
+        self.view.send_replace(Arc::new(View { entries, shards, draining, kept: self.kept_report() }));
     }
 }

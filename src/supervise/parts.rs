@@ -7,6 +7,7 @@ mod shards;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ::shards::affinity::Affinity;
 use ::shards::load::LoadTable;
 use ::shards::shard::{CommandError, ShardError};
 use tokio::sync::mpsc;
@@ -65,9 +66,10 @@ impl Parts {
         config: &Config,
         plan: &Plan,
         loads: &Arc<LoadTable>,
+        affinity: &Arc<Affinity>,
     ) -> Result<(Self, mpsc::Receiver<()>), PartError> {
         let (models, changes) = ModelsPart::start(config)?;
-        let shards = Shards::start(config, plan, loads)?;
+        let shards = Shards::start(config, plan, loads, affinity)?;
         let ingest = IngestPart::start(config, plan, loads)?;
         Ok((Parts { shards, ingest, models }, changes))
     }

@@ -5,8 +5,11 @@
 //! retired. An [`Entry`] never changes: a change makes a new one, and nothing is changed before
 //! [`Registry::commit`].
 
+use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasher as _, RandomState};
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use shards::ids::{EndpointIndex, ServiceId};
 use shards::inventory::{self, ReaderFactory, Writer};
@@ -43,6 +46,40 @@ pub struct Entry {
     pub shared: Arc<ServiceShared>,
     /// What its engines say of themselves.
     pub facts: Arc<ServiceFacts>,
+    /// Its `id` in the management API: a UUID, or what its maker named.
+    pub uuid: Arc<str>,
+    /// Who made it, and may change it.
+    pub origin: Origin,
+    /// When it was made or last changed.
+    pub changed: SystemTime,
+}
+
+/// Where a rule came from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Origin {
+    /// The configuration file, which alone changes or removes it.
+    File,
+    /// The management API: the body that makes the rule again.
+    Api(Arc<serde_json::Value>),
+}
+
+impl Origin {
+    /// Whether the configuration file has the rule.
+    #[must_use]
+    pub fn is_file(&self) -> bool {
+        matches!(self, Origin::File)
+    }
+}
+
+/// What stays of a rule when it changes.
+#[derive(Clone, Debug)]
+struct Standing {
+    id: ServiceId,
+    uuid: Arc<str>,
+    origin: Origin,
+    changed: SystemTime,
+    shared: Arc<ServiceShared>,
+    facts: Arc<ServiceFacts>,
 }
 
 impl Entry {
@@ -51,6 +88,13 @@ impl Entry {
         let mut places: Vec<&Place> = self.places.iter().filter(|place| place.in_rule.is_some()).collect();
         places.sort_by_key(|place| place.in_rule);
         places.into_iter()
+    }
+
+    /// Whether the rule is what this one makes: their `id` is not compared.
+    pub(super) fn is_made_by(&self, rule: &Rule) -> bool {
+        let mut rule = rule.clone();
+        rule.inert.remove("id");
+        self.rule == rule
     }
 
     /// The address of an endpoint that is or was in the rule.
@@ -67,38 +111,38 @@ impl Entry {
                 place.address = addresses[at];
             }
         }
-        self.with(self.rule.clone(), places, self.identities.clone(), self.inventory.clone())
+        Entry::new(self.standing(), self.rule.clone(), places, self.identities.clone(), self.inventory.clone())
     }
 
     /// The same rule whose engines say something else of themselves.
     #[must_use]
     pub(super) fn learned(&self, facts: ServiceFacts) -> Entry {
         let (rule, places, identities) = (self.rule.clone(), self.places.clone(), self.identities.clone());
-        let (inventory, shared) = (self.inventory.clone(), Arc::clone(&self.shared));
-        Entry::new(self.id, rule, places, identities, inventory, shared, Arc::new(facts))
+        let standing = Standing { facts: Arc::new(facts), ..self.standing() };
+        Entry::new(standing, rule, places, identities, self.inventory.clone())
     }
 
-    fn with(
-        &self,
-        rule: Rule,
-        places: Vec<Place>,
-        identities: Vec<(Host, u16)>,
-        inventory: Option<ReaderFactory>,
-    ) -> Entry {
-        Entry::new(self.id, rule, places, identities, inventory, Arc::clone(&self.shared), Arc::clone(&self.facts))
+    fn standing(&self) -> Standing {
+        Standing {
+            id: self.id,
+            uuid: Arc::clone(&self.uuid),
+            origin: self.origin.clone(),
+            changed: self.changed,
+            shared: Arc::clone(&self.shared),
+            facts: Arc::clone(&self.facts),
+        }
     }
 
     fn new(
-        id: ServiceId,
+        standing: Standing,
         rule: Rule,
         places: Vec<Place>,
         identities: Vec<(Host, u16)>,
         inventory: Option<ReaderFactory>,
-        shared: Arc<ServiceShared>,
-        facts: Arc<ServiceFacts>,
     ) -> Entry {
+        let Standing { id, uuid, origin, changed, shared, facts } = standing;
         let service = Arc::new(compile(&rule, id, &places, Arc::clone(&shared), inventory.clone(), &facts));
-        Entry { id, rule, places, identities, inventory, service, shared, facts }
+        Entry { id, rule, places, identities, inventory, service, shared, facts, uuid, origin, changed }
     }
 }
 
@@ -122,6 +166,15 @@ pub(super) struct Prepared {
     pub(super) events: Events,
     /// State of endpoints that this change added.
     added: Vec<Arc<EndpointShared>>,
+    /// The number that a new rule was given.
+    number: Option<u32>,
+}
+
+/// What a rule that was there before the process started is known by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Remembered {
+    pub(super) id: ServiceId,
+    pub(super) uuid: Arc<str>,
 }
 
 /// Why a rule cannot be taken in.
@@ -136,6 +189,17 @@ pub enum RegistryError {
     /// No place left in the load table.
     #[error("no room for more endpoints: delete rules, or wait for their requests to end")]
     Full,
+    /// The configuration file's rule was to be changed by someone else.
+    #[error(
+        "the rule is the configuration file's, which alone changes it: edit the file, and it is taken up at once, or at SIGHUP"
+    )]
+    FromFile,
+    /// The rule's `id` was to be another.
+    #[error("lbrule-exist error: cant modify rule id (delete and recreate)")]
+    IdChanged,
+    /// Another rule has that `id`.
+    #[error("lbrule-exist error: another rule exists with this id: leave id out, and one is made up")]
+    IdTaken,
     /// The rule's endpoints changed too often.
     #[error("the rule has had {PLACES_MAX} different endpoints: delete and create it")]
     Worn,
@@ -150,11 +214,31 @@ pub(super) struct Registry {
     shards: usize,
     /// Most blocks of one endpoint, from which inventories are sized.
     blocks_per_endpoint: usize,
+    /// Numbers and ids of rules before the last restart, until the rule is there again.
+    remembered: HashMap<RuleKey, Remembered>,
 }
 
 impl Registry {
     pub(super) fn new(loads: Arc<LoadTable>, shards: usize, blocks_per_endpoint: usize) -> Self {
-        Registry { entries: Vec::new(), next: 0, slots: Slots::new(loads), shards, blocks_per_endpoint }
+        let remembered = HashMap::new();
+        Registry { entries: Vec::new(), next: 0, slots: Slots::new(loads), shards, blocks_per_endpoint, remembered }
+    }
+
+    /// Takes up what was known before a restart: rules that come again get their numbers again, and new ones get
+    /// numbers from `next` on.
+    pub(super) fn remember(&mut self, next: u32, remembered: HashMap<RuleKey, Remembered>) {
+        self.next = self.next.max(next);
+        self.remembered = remembered;
+    }
+
+    /// Forgets rules that have not come again: their numbers stay used.
+    pub(super) fn forget(&mut self) {
+        self.remembered.clear();
+    }
+
+    /// The number that the next new rule gets.
+    pub(super) fn next(&self) -> u32 {
+        self.next
     }
 
     /// The rules in force, in order of their numbers.
@@ -166,18 +250,72 @@ impl Registry {
         self.entries.iter().find(|entry| entry.rule.key == *key)
     }
 
-    /// Works out a new rule or a change of one. `addresses` is by endpoint of the rule.
-    pub(super) fn prepare(&mut self, rule: Rule, addresses: &[Option<SocketAddr>]) -> Result<Prepared, RegistryError> {
-        let old = self.find(&rule.key).cloned();
-        if old.as_ref().is_some_and(|old| old.rule == rule) {
-            return Err(RegistryError::Exists);
-        }
-        if old.as_ref().is_some_and(|old| old.rule.engine != rule.engine) {
-            return Err(RegistryError::EngineChanged);
+    /// Works out a new rule or a change of one. `addresses` is by endpoint of the rule; rules that the same change
+    /// drops are as good as gone.
+    pub(super) fn prepare(
+        &mut self,
+        mut rule: Rule,
+        origin: Origin,
+        addresses: &[Option<SocketAddr>],
+        dropped: &[ServiceId],
+    ) -> Result<Prepared, RegistryError> {
+        let old = self.find(&rule.key).filter(|entry| !dropped.contains(&entry.id)).cloned();
+        let uuid = self.uuid_of(&mut rule, old.as_deref())?;
+        if let Some(old) = &old {
+            check_change(old, &rule, &origin)?;
         }
         let (mut places, mut identities) =
             old.as_ref().map(|old| (old.places.clone(), old.identities.clone())).unwrap_or_default();
-        for place in &mut places {
+        let added = self.place(&rule, addresses, &mut places, &mut identities)?;
+        let (inventory, events) = self.inventory(old.as_deref(), &rule);
+        let number = if old.is_none() { self.number(&rule.key) } else { None };
+        let standing = match old {
+            Some(old) => old.standing(),
+            None => Standing {
+                id: ServiceId(number.unwrap_or(self.remembered.get(&rule.key).map_or(self.next, |known| known.id.0))),
+                uuid: Arc::clone(&uuid),
+                origin: origin.clone(),
+                changed: SystemTime::UNIX_EPOCH,
+                shared: Arc::new(ServiceShared::new(self.shards)),
+                facts: Arc::default(),
+            },
+        };
+        let standing = Standing { uuid, origin, changed: SystemTime::now(), ..standing };
+        let entry = Arc::new(Entry::new(standing, rule, places, identities, inventory));
+        Ok(Prepared { entry, events, added, number })
+    }
+
+    /// The number of a new rule, counted as used; none where the rule had one before the restart.
+    fn number(&mut self, key: &RuleKey) -> Option<u32> {
+        if self.remembered.contains_key(key) {
+            return None;
+        }
+        self.next += 1;
+        Some(self.next - 1)
+    }
+
+    /// The `id` of a rule: what it says, or had, or one made up. It is no part of what a change compares.
+    fn uuid_of(&self, rule: &mut Rule, old: Option<&Entry>) -> Result<Arc<str>, RegistryError> {
+        let said = rule.inert.remove("id");
+        let said = said.as_ref().and_then(serde_json::Value::as_str).filter(|id| !id.is_empty());
+        match (said, old) {
+            (Some(said), Some(old)) if *said != *old.uuid => Err(RegistryError::IdChanged),
+            (_, Some(old)) => Ok(Arc::clone(&old.uuid)),
+            (Some(said), None) if self.entries.iter().any(|entry| *entry.uuid == *said) => Err(RegistryError::IdTaken),
+            (Some(said), None) => Ok(Arc::from(said)),
+            (None, None) => Ok(self.remembered.get(&rule.key).map_or_else(mint, |known| Arc::clone(&known.uuid))),
+        }
+    }
+
+    /// Gives each endpoint of the rule its place, old or new; returns the state of the new ones.
+    fn place(
+        &mut self,
+        rule: &Rule,
+        addresses: &[Option<SocketAddr>],
+        places: &mut Vec<Place>,
+        identities: &mut Vec<(Host, u16)>,
+    ) -> Result<Vec<Arc<EndpointShared>>, RegistryError> {
+        for place in places.iter_mut() {
             place.in_rule = None;
         }
         let mut added = Vec::new();
@@ -199,16 +337,7 @@ impl Registry {
             place.in_rule = Some(at);
             place.address = addresses[at];
         }
-        let (inventory, events) = self.inventory(old.as_deref(), &rule);
-        let entry = match old {
-            Some(old) => old.with(rule, places, identities, inventory),
-            None => {
-                let shared = Arc::new(ServiceShared::new(self.shards));
-                let facts = Arc::default();
-                Entry::new(ServiceId(self.next), rule, places, identities, inventory, shared, facts)
-            }
-        };
-        Ok(Prepared { entry: Arc::new(entry), events, added })
+        Ok(added)
     }
 
     fn new_place(&mut self, index: usize) -> Option<Place> {
@@ -234,34 +363,42 @@ impl Registry {
         }
     }
 
-    /// Takes a prepared change back.
-    pub(super) fn abandon(&mut self, prepared: Prepared) {
-        prepared.added.iter().for_each(|shared| self.slots.give_back(shared));
+    /// Takes prepared changes back, all that were prepared since the last commit.
+    pub(super) fn abandon(&mut self, prepared: Vec<Prepared>) {
+        for prepared in prepared {
+            prepared.added.iter().for_each(|shared| self.slots.give_back(shared));
+            self.next = prepared.number.map_or(self.next, |number| self.next.min(number));
+        }
     }
 
-    /// What would be in force with the entry in place of its predecessor.
-    pub(super) fn with(&self, entry: &Arc<Entry>) -> Vec<Arc<Entry>> {
-        let mut entries = self.entries.clone();
-        match entries.iter_mut().find(|known| known.id == entry.id) {
-            Some(known) => *known = Arc::clone(entry),
-            None => entries.push(Arc::clone(entry)),
+    /// What would be in force without the entries of some numbers, and with others in place of their predecessors.
+    pub(super) fn with<'a>(
+        &self,
+        dropped: &[ServiceId],
+        put: impl IntoIterator<Item = &'a Arc<Entry>>,
+    ) -> Vec<Arc<Entry>> {
+        let mut entries: Vec<Arc<Entry>> =
+            self.entries.iter().filter(|entry| !dropped.contains(&entry.id)).cloned().collect();
+        for entry in put {
+            match entries.iter_mut().find(|known| known.id == entry.id) {
+                Some(known) => *known = Arc::clone(entry),
+                None => entries.push(Arc::clone(entry)),
+            }
         }
+        entries.sort_by_key(|entry| entry.id);
         entries
     }
 
-    /// Puts an entry in force.
-    pub(super) fn commit(&mut self, entry: &Arc<Entry>) {
-        self.entries = self.with(entry);
-        self.next = self.next.max(entry.id.0 + 1);
-    }
-
-    /// Takes rules out of force.
-    pub(super) fn remove(&mut self, ids: &[ServiceId]) {
-        let (gone, kept) = self.entries.drain(..).partition(|entry| ids.contains(&entry.id));
-        self.entries = kept;
-        let gone: Vec<Arc<Entry>> = gone;
-        for place in gone.iter().flat_map(|entry| &entry.places) {
+    /// Puts entries in force instead of those so far, and gives back the places of the rules that are gone.
+    pub(super) fn commit(&mut self, entries: Vec<Arc<Entry>>) {
+        let kept: HashSet<ServiceId> = entries.iter().map(|entry| entry.id).collect();
+        let before = std::mem::replace(&mut self.entries, entries);
+        let gone = before.iter().filter(|entry| !kept.contains(&entry.id));
+        for place in gone.flat_map(|entry| &entry.places) {
             self.slots.give_back(&place.shared);
+        }
+        for entry in &self.entries {
+            self.remembered.remove(&entry.rule.key);
         }
     }
 
@@ -274,6 +411,26 @@ impl Registry {
     pub(super) fn sweep(&mut self) {
         self.slots.sweep();
     }
+}
+
+/// Whether a rule may become another: the same again is no change, and keys of another kind of engine are others.
+fn check_change(old: &Entry, new: &Rule, origin: &Origin) -> Result<(), RegistryError> {
+    match origin {
+        Origin::Api(_) if old.origin == Origin::File => Err(RegistryError::FromFile),
+        _ if old.rule == *new && old.origin.is_file() == origin.is_file() => Err(RegistryError::Exists),
+        _ if old.rule.engine != new.engine => Err(RegistryError::EngineChanged),
+        _ => Ok(()),
+    }
+}
+
+/// A random UUID of version 4.
+fn mint() -> Arc<str> {
+    // Each state is seeded by the system's random numbers.
+    let random = [0u8, 1].map(|half| RandomState::new().hash_one(half));
+    let high = (random[0] & !0xf000) | 0x4000;
+    let low = (random[1] & (u64::MAX >> 2)) | (1 << 63);
+    let text = format!("{high:016x}{low:016x}");
+    Arc::from([&text[..8], &text[8..12], &text[12..16], &text[16..20], &text[20..]].join("-"))
 }
 
 #[cfg(test)]
@@ -297,8 +454,8 @@ mod tests {
 
     fn apply(registry: &mut Registry, rule: Rule) -> Result<(Arc<Entry>, Events), RegistryError> {
         let addresses: Vec<_> = rule.endpoints.iter().map(|e| format!("10.0.0.1:{}", e.port).parse().ok()).collect();
-        let prepared = registry.prepare(rule, &addresses)?;
-        registry.commit(&prepared.entry);
+        let prepared = registry.prepare(rule, Origin::File, &addresses, &[])?;
+        registry.commit(registry.with(&[], [&prepared.entry]));
         Ok((prepared.entry, prepared.events))
     }
 
@@ -312,7 +469,7 @@ mod tests {
         let ids = |registry: &Registry| registry.entries().iter().map(|e| e.id.0).collect::<Vec<_>>();
         apply(&mut registry, rule(1, 0, &[1])).expect("new");
         apply(&mut registry, rule(2, 0, &[1])).expect("new");
-        registry.remove(&[ServiceId(1)]);
+        registry.commit(registry.with(&[ServiceId(1)], []));
         apply(&mut registry, rule(2, 0, &[1])).expect("new");
         apply(&mut registry, rule(1, 0, &[1, 2])).expect("a change");
         assert_eq!(ids(&registry), [0, 2]);
@@ -365,7 +522,7 @@ mod tests {
         let lora = shards::block::Lora { name: "a".into(), path: None, id: None };
         let adapter = shards::service::Adapter { base: "m".into(), lora };
         let facts = ServiceFacts { adapters: [("a".to_owned(), adapter.clone())].into(), ..ServiceFacts::default() };
-        registry.commit(&Arc::new(entry.learned(facts)));
+        registry.commit(registry.with(&[], [&Arc::new(entry.learned(facts))]));
         let (entry, _) = apply(&mut registry, rule(1, 3, &[11, 12])).expect("a change");
         assert_eq!(entry.service.kv.as_ref().expect("a KV rule").adapters["a"], adapter);
     }
@@ -383,7 +540,7 @@ mod tests {
     #[test]
     fn an_endpoint_whose_name_has_no_address_gets_nothing() {
         let mut registry = registry(2);
-        let prepared = registry.prepare(rule(1, 0, &[11]), &[None]).expect("new");
+        let prepared = registry.prepare(rule(1, 0, &[11]), Origin::File, &[None], &[]).expect("new");
         assert!(!prepared.entry.service.endpoints[0].is_candidate());
         let moved = prepared.entry.moved(&["10.0.0.9:11".parse().ok()]);
         assert!(moved.service.endpoints[0].is_candidate());

@@ -14,7 +14,7 @@ use crate::ingest::{Ingest, IngestOptions, Mode, StreamStatus};
 use crate::rules::Rule;
 
 use super::parts;
-use super::registry::{Entry, Events, Registry, RegistryError};
+use super::registry::{Entry, Events, Origin, Registry, RegistryError};
 use super::resolve;
 
 /// Endpoints that there is room for.
@@ -49,9 +49,9 @@ impl Rehearsal {
         addresses: &[Option<SocketAddr>],
         facts: ServiceFacts,
     ) -> Result<Arc<Entry>, RegistryError> {
-        let prepared = self.registry.prepare(rule, addresses)?;
+        let prepared = self.registry.prepare(rule, Origin::File, addresses, &[])?;
         let entry = Arc::new(prepared.entry.learned(facts));
-        self.registry.commit(&entry);
+        self.registry.commit(self.registry.with(&[], [&entry]));
         if let Events::Start(writer) = prepared.events {
             let mut sources = parts::sources(&entry);
             for endpoint in &mut sources.endpoints {

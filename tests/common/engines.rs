@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 
 /// A request as it arrived.
 #[derive(Clone, Debug)]
@@ -59,6 +59,29 @@ pub struct Persona {
     pub answers: Vec<(&'static str, String)>,
     /// What the gateway's own calls must show as a bearer token; without it they are answered 401.
     pub token: Option<&'static str>,
+    /// Answers to all but the gateway's own calls begin at once and end when the gate lets them.
+    pub gate: Option<Arc<Gate>>,
+}
+
+/// Holds answers back.
+#[derive(Default)]
+pub struct Gate {
+    permits: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Gate {
+    /// Lets one answer come to its end.
+    pub fn release(&self) {
+        *self.permits.lock().expect("no holder panics") += 1;
+        self.changed.notify_one();
+    }
+
+    fn pass(&self) {
+        let permits = self.permits.lock().expect("no holder panics");
+        let mut permits = self.changed.wait_while(permits, |permits| *permits == 0).expect("no holder panics");
+        *permits -= 1;
+    }
 }
 
 impl Persona {
@@ -84,10 +107,16 @@ fn serve(stream: TcpStream, notes: &Mutex<Vec<Seen>>, persona: &Persona) -> Opti
         } else {
             r#"{"object":"text_completion","choices":[]}"#
         };
-        let persona = if own { persona.answer(&seen) } else { None };
-        let (status, body) = persona.unwrap_or(("200 OK", usual));
+        let described = if own { persona.answer(&seen) } else { None };
+        let (status, body) = described.unwrap_or(("200 OK", usual));
         if !own {
             notes.lock().ok()?.push(seen);
+            if let Some(gate) = &persona.gate {
+                writer.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n").ok()?;
+                gate.pass();
+                writer.write_all(b"1\r\n}\r\n0\r\n\r\n").ok()?;
+                continue;
+            }
         }
         let head =
             format!("HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n", body.len());

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use clap::Parser;
 
 use super::client;
-use super::{Scratch, free_port, wait_for};
+use super::{Scratch, free_port, free_ports, wait_for};
 
 const ENGINE_ARGUMENTS: &str = "KVLANE_TEST_ENGINE";
 
@@ -41,7 +41,16 @@ pub struct EngineProcess {
 impl EngineProcess {
     /// Starts one with more arguments of `loadgen engine`, and waits until it is healthy.
     pub fn start(more: &str) -> Self {
-        let (http, event_port, replay_port) = (free_port(), free_port(), free_port());
+        Self::start_on(free_port(), free_port(), free_port(), more)
+    }
+
+    /// Starts one with so many ranks, whose ports follow each other.
+    pub fn start_ranks(ranks: u16, more: &str) -> Self {
+        let (events, replay) = (free_ports(ranks), free_ports(ranks));
+        Self::start_on(free_port(), events, replay, &format!("--dp {ranks} {more}"))
+    }
+
+    fn start_on(http: u16, event_port: u16, replay_port: u16, more: &str) -> Self {
         let arguments = format!(
             "--port {http} --event-port {event_port} --replay-port {replay_port}{}{more}",
             if more.is_empty() { "" } else { " " }

@@ -6,6 +6,7 @@ pub mod client;
 pub mod engines;
 pub mod fleet;
 pub mod gateway;
+pub mod schema;
 pub mod seccomp;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -34,6 +35,15 @@ pub fn wait_for<T>(what: &str, mut probe: impl FnMut() -> Option<T>) -> T {
 pub fn free_port() -> u16 {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
     listener.local_addr().expect("a bound socket has an address").port()
+}
+
+/// The first of so many TCP ports of 127.0.0.1 in a row that were free a moment ago.
+pub fn free_ports(count: u16) -> u16 {
+    wait_for("ports in a row are free", || {
+        let first = free_port();
+        let last = first.checked_add(count - 1)?;
+        (first..=last).all(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()).then_some(first)
+    })
 }
 
 /// An address of 127.0.0.1 that was free a moment ago.

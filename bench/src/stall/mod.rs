@@ -97,12 +97,7 @@ pub fn run(args: &Args, out: &mut impl Write) -> anyhow::Result<()> {
     let inputs = if args.inputs.is_empty() { Input::value_variants() } else { &args.inputs };
     let core = args.load_core;
     cpu::pin(core).with_context(|| format!("core {core} cannot be used"))?;
-    // Threads inherit it: load and backend give way to the probes.
-    let backend = std::thread::spawn(move || {
-        load::give_way();
-        backend::start(1, core)
-    });
-    let backend = backend.join().map_err(|_| anyhow::anyhow!("the backend's thread panicked"))??[0];
+    let backend = backend::start(1, core)?[0];
     writeln!(
         out,
         "model {}, prompts of {} B, {} s each; µs\n{:<9} {:<10} {:<5} {:>3} {:>8} | {:>8} {:>8} | {:>8} {:>8} | {:>7} {:>7} {:>7} | {:>7} {:>8}",
@@ -189,6 +184,18 @@ fn contract() -> Contract {
     Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED))
 }
 
+/// Starts the thread for long work. It gives way to the probes, as the load does, and to the backend that answers them:
+/// all share a core, and none of them is what is measured.
+fn start_aside() -> anyhow::Result<Aside> {
+    let starting = std::thread::spawn(|| {
+        // Threads inherit it.
+        load::give_way();
+        Aside::start()
+    });
+    let started = starting.join().map_err(|_| anyhow::anyhow!("the thread that starts another panicked"))?;
+    started.context("no thread can be made")
+}
+
 fn measure(
     args: &Args,
     model: &Arc<Model>,
@@ -205,7 +212,7 @@ fn measure(
         model: (args.model.model.clone(), Arc::clone(model)),
         inventory: mode.inventory.clone(),
         remembers: !mode.held,
-        aside: Aside::start().context("no thread can be made")?,
+        aside: start_aside()?,
     };
     let shard = shard::start(setup)?;
     let stop = Arc::new(AtomicBool::new(false));

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use hdrhistogram::Histogram;
 use monoio::io::{AsyncReadRent, AsyncWriteRentExt};
+use shards::affinity::Affinity;
 use shards::executor::{self, Aside, Meter, Ring, Rung};
 use shards::ids::{EndpointIndex, ServiceId, ShardId};
 use shards::inventory::ReaderFactory;
@@ -112,7 +113,8 @@ async fn serve(
     let defaults = Limits::default();
     let prompt_cache_bytes = if setup.remembers { defaults.prompt_cache_bytes } else { 0 };
     let limits = Limits { prompt_cache_bytes, ..defaults };
-    let proxy = Rc::new(Proxy::new(ShardId(0), limits, Arc::new(LoadTable::new(1, 4)), Some(setup.aside)));
+    let proxy =
+        Rc::new(Proxy::new(ShardId(0), limits, Arc::new(LoadTable::new(1, 4)), &Affinity::new().0, Some(setup.aside)));
     let slug = slug(&setup.model.0).unwrap_or_default();
     let models = ModelTable::new([(slug, Entry::Ready(setup.model.1))]);
     let service = service(address, setup.backend, setup.inventory);

@@ -8,6 +8,7 @@
 //! [`meter`] sees it from the wakes it causes: a wake that comes while no task runs comes from the driver.
 
 pub mod aside;
+pub mod carry;
 pub mod meter;
 pub mod pin;
 pub mod read_ahead;
@@ -19,6 +20,7 @@ use std::future::Future;
 use std::sync::Arc;
 
 pub use aside::Aside;
+pub use carry::carry;
 pub use meter::{Meter, now_ns, over_budget, visit_ns, visits};
 pub use read_ahead::{End, ReadAhead};
 pub use ring::{Refusal, Ring, Rung};
@@ -51,17 +53,26 @@ where
     ended.and_then(|result| result)
 }
 
-/// Gives way once the shard has worked for its budget: for loops over operations that may each be done at once, as
-/// reads and writes are on epoll while the peer keeps up.
+/// Gives way once the shard has worked for [`BREATH_BUDGET_NS`]: for short work, and for loops over operations that may
+/// each be done at once, as reads and writes are on epoll while the peer keeps up.
 pub async fn breathe() {
+    give_way(BREATH_BUDGET_NS, BREATH_TURNS_MAX).await;
+}
+
+/// Time of tasks since the last visit from which on short work gives way, nanoseconds. Long work has given way before,
+/// see [`SLICE_BUDGET_NS`], so that short work beside it seldom waits for a further visit.
+pub const BREATH_BUDGET_NS: u64 = 500_000;
+
+/// Visits that one task lets go by to others at most.
+const BREATH_TURNS_MAX: usize = 16;
+
+/// Lets visits go by while tasks have been running for longer than the budget, but not more than so many.
+async fn give_way(budget_ns: u64, turns_max: usize) {
     // Those who are let pass by the same visit share its budget: whoever comes too late waits for the next one.
-    for _ in 0..TURNS_MAX {
-        if !over_budget(SLICE_BUDGET_NS) {
+    for _ in 0..turns_max {
+        if !over_budget(budget_ns) {
             return;
         }
         turn().await;
     }
 }
-
-/// Visits that one task lets go by to others at most.
-const TURNS_MAX: usize = 16;

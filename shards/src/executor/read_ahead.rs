@@ -20,6 +20,8 @@ use std::task::{Context, Poll};
 use monoio::buf::{IoBufMut, SliceMut};
 use monoio::io::{CancelableAsyncReadRent, Canceller};
 
+use super::carry::READ_BYTES_MAX;
+
 /// How the reading side of a connection ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
@@ -189,7 +191,7 @@ async fn pump<R: CancelableAsyncReadRent>(mut reader: R, shared: Rc<Shared>) {
             // Doubling keeps the copying of a long body linear; a body of known length has reserved already.
             buffer.reserve(ROOM_FRESH.max(held));
         }
-        let room = buffer.capacity();
+        let room = buffer.capacity().min(held + READ_BYTES_MAX);
         let handle = shared.canceller.borrow().handle();
         let (result, slice) = reader.cancelable_read(buffer.slice_mut(held..room), handle).await;
         shared.buffer.set(SliceMut::into_inner(slice));

@@ -9,10 +9,13 @@ use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 
-use super::{over_budget, turn};
+use super::{give_way, over_budget, turn};
 
-/// Time of tasks since the last visit from which on a slicer gives way before it goes on, nanoseconds.
-pub const SLICE_BUDGET_NS: u64 = 250_000;
+/// Time of tasks since the last visit from which on a slicer gives way before it goes on, nanoseconds. A turn costs some
+/// ten microseconds.
+pub const SLICE_BUDGET_NS: u64 = 150_000;
+/// Visits that a slicer lets go by to short work before each slice, at most.
+const SLICE_TURNS_MAX: usize = 4;
 
 /// The one CPU ticket of a shard.
 #[derive(Clone, Default)]
@@ -44,7 +47,7 @@ impl Ticket {
     /// Waits for the ticket. A task that stops waiting leaves the line.
     pub async fn take(&self) -> TicketGuard {
         let guard = if self.0.held.replace(true) { self.wait().await } else { TicketGuard(Rc::clone(&self.0)) };
-        super::breathe().await;
+        give_way(SLICE_BUDGET_NS, SLICE_TURNS_MAX).await;
         guard
     }
 
@@ -90,7 +93,7 @@ impl TicketGuard {
             // should cost a neighbour a slice.
             turn().await;
             turn().await;
-            super::breathe().await;
+            give_way(SLICE_BUDGET_NS, SLICE_TURNS_MAX).await;
         }
     }
 }

@@ -1,7 +1,20 @@
-//! Editing a head in place: lines are left out, a few bytes are put before the empty line, and everything that stays
-//! is moved towards the body, so that head and body remain one piece.
+//! Editing a head: lines are left out, a few bytes are put before the empty line. In place, everything that stays is moved
+//! towards the body, so that head and body remain one piece; a copy leaves the original as it is.
 
 use super::Span;
+
+/// Appends the head to `out` without its `dropped` lines (in order), and with `added` before its empty line.
+pub fn copy_head(head: &[u8], dropped: &[Span], added: &[u8], out: &mut Vec<u8>) {
+    let end = head.len() - 2;
+    let mut from = 0;
+    for span in dropped {
+        out.extend_from_slice(&head[from..span.start]);
+        from = span.end;
+    }
+    out.extend_from_slice(&head[from..end]);
+    out.extend_from_slice(added);
+    out.extend_from_slice(&head[end..]);
+}
 
 /// Leaves the `dropped` lines (in order) out of the head at `buffer[at..at + len]` and puts `added` before its empty
 /// line. Returns where the head now starts: `at + dropped bytes - added bytes`. What is in front of it is of no use.
@@ -94,6 +107,9 @@ mod tests {
             let start = edit_head(&mut buffer, at, head.len(), &spans(head, dropped), added.as_bytes());
             let text = String::from_utf8(buffer[start..].to_vec()).expect("text");
             assert_eq!(text, format!("{expected}BODY"), "{dropped:?} {added}");
+            let mut copy = b"before ".to_vec();
+            copy_head(head, &spans(head, dropped), added.as_bytes(), &mut copy);
+            assert_eq!(String::from_utf8(copy).expect("text"), format!("before {expected}"), "{dropped:?} {added}");
         }
     }
 }

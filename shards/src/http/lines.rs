@@ -59,6 +59,17 @@ pub(super) fn tokens(value: &[u8]) -> impl Iterator<Item = &[u8]> {
     value.split(|byte| *byte == b',').map(<[u8]>::trim_ascii).filter(|token| !token.is_empty())
 }
 
+/// The value of the first header of that name, trimmed, in a head that was parsed before.
+#[must_use]
+pub fn header<'a>(head: &'a [u8], name: &str) -> Option<&'a [u8]> {
+    let lines = head.split(|byte| *byte == b'\n').skip(1);
+    let mut values = lines.filter_map(|line| {
+        let colon = line.iter().position(|byte| *byte == b':')?;
+        line[..colon].eq_ignore_ascii_case(name.as_bytes()).then(|| line[colon + 1..].trim_ascii())
+    });
+    values.next()
+}
+
 /// Headers that concern one connection only, whatever `Connection` says.
 pub(super) fn is_hop_by_hop(name: &str) -> bool {
     const NAMES: [&str; 7] =
@@ -105,6 +116,14 @@ mod tests {
             ("99999999999999999999", None),
         ] {
             assert_eq!(parse_length(text.as_bytes()), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_header_is_found_by_its_name_in_any_case() {
+        let head = b"GET /x:y HTTP/1.1\r\nHost: a:80\r\nX-Two:  b \r\nx-two: c\r\n\r\n";
+        for (name, value) in [("host", Some("a:80")), ("x-TWO", Some("b")), ("x", None), ("get /x", None), ("", None)] {
+            assert_eq!(header(head, name), value.map(str::as_bytes), "{name}");
         }
     }
 

@@ -17,7 +17,7 @@ mod lines;
 
 pub use body::{BodyTracker, Dechunker};
 pub use chunked::{ChunkError, ChunkScanner};
-pub use lines::HEADERS_CEILING;
+pub use lines::{HEADERS_CEILING, header};
 pub use reply::Reply;
 pub use request::{HeadError, RequestBody, RequestHead};
 pub use response::{ResponseBody, ResponseHead};

@@ -63,6 +63,16 @@ pub struct RequestHead {
     pub model: Option<Span>,
     /// Value of `Authorization`.
     pub authorization: Option<Span>,
+    /// Value of `X-Request-Id`.
+    pub request_id: Option<Span>,
+    /// Value of `X-Conversation-Id`.
+    pub conversation: Option<Span>,
+    /// Value of `X-Session-Id`.
+    pub session: Option<Span>,
+    /// Value of `X-data-parallel-rank`, by which a client chooses a rank itself.
+    pub rank: Option<Span>,
+    /// The client wants to know why its request goes where it goes: `x-kvlane-explain: 1`.
+    pub explain: bool,
     /// Line of `Transfer-Encoding`, one of `dropped`.
     pub transfer_encoding: Option<Span>,
     /// Lines that concern this connection only, in order: not to be forwarded.
@@ -224,6 +234,16 @@ fn read_headers(head: &[u8], headers: &[httparse::Header<'_>], request: &mut Req
             request.model = request.model.or(Some(line.value_span));
         } else if is("authorization") {
             request.authorization = Some(line.value_span);
+        } else if is("x-request-id") {
+            request.request_id = request.request_id.or(Some(line.value_span));
+        } else if is("x-conversation-id") {
+            request.conversation = request.conversation.or(Some(line.value_span));
+        } else if is("x-session-id") {
+            request.session = request.session.or(Some(line.value_span));
+        } else if is("x-data-parallel-rank") {
+            request.rank = request.rank.or(Some(line.value_span));
+        } else if is("x-kvlane-explain") {
+            request.explain = line.value == b"1" || line.value.eq_ignore_ascii_case(b"true");
         }
     }
     if named_by_connection {

@@ -40,6 +40,8 @@ pub struct ResponseHead {
     pub keep_alive: bool,
     /// The content is a stream of server-sent events.
     pub event_stream: bool,
+    /// The endpoint says the request's id itself.
+    pub has_request_id: bool,
     /// Line of `Transfer-Encoding`.
     pub transfer_encoding: Option<Span>,
     /// Lines that concern the endpoint's connection only, in order: not to be relayed.
@@ -141,6 +143,8 @@ fn read_headers(
         } else if is("content-type") {
             response.event_stream =
                 line.value.get(..17).is_some_and(|kind| kind.eq_ignore_ascii_case(b"text/event-stream"));
+        } else if is("x-request-id") {
+            response.has_request_id = true;
         }
     }
     if named_by_connection {

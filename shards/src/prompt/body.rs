@@ -14,6 +14,12 @@ pub struct BodyView<'a> {
     pub model: Option<Cow<'a, str>>,
     /// `stream` is true.
     pub stream: bool,
+    /// `user`, unescaped; none when it is no string.
+    pub user: Option<Cow<'a, str>>,
+    /// The rank that is to serve the request, as it stands: `routed_dp_rank` or `data_parallel_rank`.
+    pub rank: Option<&'a str>,
+    /// What it asks for of probabilities.
+    logprobs: Logprobs,
     /// All of it.
     pub(super) body: &'a [u8],
     pub(super) prompt: Option<&'a str>,
@@ -55,12 +61,26 @@ pub struct BodyView<'a> {
     pub(super) unkeyable: Option<&'static str>,
 }
 
+/// Members that ask for probabilities of tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Logprobs {
+    /// `prompt_logprobs` or `prompt_logprob_token_ids`.
+    of_prompt: bool,
+    echo: bool,
+    /// `logprobs`.
+    of_answer: bool,
+    /// SGLang's `return_logprob`, and `logprob_start_len` of 0 or more.
+    returned: bool,
+    from_start: bool,
+}
+
 impl<'a> BodyView<'a> {
     /// Reads the members without copying the body; none when it is no JSON object in UTF-8.
     #[must_use]
     pub fn parse(body: &'a [u8]) -> Option<Self> {
         let mut scan = BodyScan::new(body);
-        while !scan.step(usize::MAX)? {}
+        // Each byte is looked at twice: the second time it is still near.
+        while !scan.step(STEP_BYTES)? {}
         Some(scan.view)
     }
 
@@ -68,6 +88,14 @@ impl<'a> BodyView<'a> {
     #[must_use]
     pub fn is_salted(&self) -> bool {
         self.cache_salt.is_some()
+    }
+
+    /// Whether the engine looks up nothing of the prompt in its cache, because probabilities of the prompt's own tokens
+    /// are asked for.
+    #[must_use]
+    pub fn skips_cache(&self) -> bool {
+        let Logprobs { of_prompt, echo, of_answer, returned, from_start } = self.logprobs;
+        of_prompt || (echo && of_answer) || (returned && from_start)
     }
 
     /// The members that decide over a prompt's text or keys beside the prompt itself, in a fixed order.
@@ -88,6 +116,9 @@ impl<'a> BodyView<'a> {
             // These are the prompt, or decide over its text before it is looked for.
             model: _,
             stream: _,
+            user: _,
+            rank: _,
+            logprobs: _,
             body: _,
             prompt: _,
             messages: _,
@@ -133,6 +164,17 @@ impl<'a> BodyView<'a> {
                 self.model = short.and_then(|raw| json::string(raw).ok());
             }
             "stream" => self.stream = raw == "true",
+            "user" => {
+                let short = present.filter(|raw| raw.len() <= USER_BYTES_MAX);
+                self.user = short.and_then(|raw| json::string(raw).ok());
+            }
+            "routed_dp_rank" | "data_parallel_rank" => self.rank = present,
+            "prompt_logprobs" => self.logprobs.of_prompt |= present.is_some(),
+            "prompt_logprob_token_ids" => self.logprobs.of_prompt |= present.is_some(),
+            "echo" => self.logprobs.echo = raw == "true",
+            "logprobs" => self.logprobs.of_answer = present.is_some_and(|raw| raw != "false"),
+            "return_logprob" => self.logprobs.returned = raw == "true",
+            "logprob_start_len" => self.logprobs.from_start = present.is_some_and(|raw| !raw.starts_with('-')),
             "prompt" => self.prompt = present,
             "messages" => self.messages = present,
             "tools" => self.tools = present,
@@ -234,10 +276,14 @@ impl<'a> BodyScan<'a> {
     }
 }
 
+/// Bytes looked at in one step where nobody has to be let by.
+const STEP_BYTES: usize = 16 * 1024;
 /// Bytes of a member's name as it stands, beyond which it is none that is read.
 const NAME_BYTES_MAX: usize = 256;
 /// Bytes of a model's name as it stands in the body. A longer one is like none.
 const MODEL_BYTES_MAX: usize = 8 * 1024;
+/// Bytes of a user's name as it stands in the body. A longer one is like none.
+const USER_BYTES_MAX: usize = 1024;
 /// Bytes of transfer parameters that are looked through; longer ones are taken to bring tokens along.
 const TRANSFER_BYTES_MAX: usize = 64 * 1024;
 
@@ -245,6 +291,15 @@ fn is_read(name: &str) -> bool {
     const READ: &[&str] = &[
         "model",
         "stream",
+        "user",
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "prompt_logprobs",
+        "prompt_logprob_token_ids",
+        "echo",
+        "logprobs",
+        "return_logprob",
+        "logprob_start_len",
         "prompt",
         "messages",
         "tools",
@@ -299,14 +354,32 @@ mod tests {
     fn members_are_found_wherever_they_stand() {
         let body =
             br#" {"x": {"model": "no", "deep": [[[{}]]]}, "mod\u0065l": "a\/b", "prompt": "p", "n": 1.50, "e": 1e3,
-            "stream": true, "prompt" : [1, 2] , "tools": null, "add_special_tokens": false} "#;
+            "stream": true, "prompt" : [1, 2] , "user": "\u0061b", "routed_dp_rank": 3, "tools": null, "add_special_tokens": false} "#;
         let view = BodyView::parse(body).unwrap();
         assert_eq!(view.model.as_deref(), Some("a/b"));
         assert!(view.stream);
+        assert_eq!((view.user.as_deref(), view.rank), (Some("ab"), Some("3")));
         assert_eq!(view.prompt, Some("[1, 2]"), "the last of two counts");
         assert_eq!(view.tools, None);
         assert_eq!(flag(view.add_special_tokens, true), Some(false));
         assert_eq!(view.unkeyable, None);
+    }
+
+    #[test]
+    fn what_asks_for_probabilities_of_the_prompt_skips_the_cache() {
+        for (members, skips) in [
+            (r#""prompt_logprobs": 0"#, true),
+            (r#""prompt_logprobs": null, "logprobs": true"#, false),
+            (r#""echo": true, "logprobs": 1"#, true),
+            (r#""echo": true, "logprobs": null"#, false),
+            (r#""echo": false, "logprobs": 1"#, false),
+            (r#""return_logprob": true, "logprob_start_len": 0"#, true),
+            (r#""return_logprob": true, "logprob_start_len": -1"#, false),
+            (r#""return_logprob": true"#, false),
+        ] {
+            let body = format!(r#"{{"prompt": "p", {members}}}"#);
+            assert_eq!(BodyView::parse(body.as_bytes()).unwrap().skips_cache(), skips, "{members}");
+        }
     }
 
     #[test]

@@ -109,12 +109,11 @@ impl<'a> LongString<'a> {
             if reader.at == end {
                 break;
             }
-            let byte = reader.peek();
-            reader.at += 1;
-            if byte == Some(b'"') {
+            if reader.peek() == Some(b'"') {
+                reader.at += 1;
                 return Ok(true);
             }
-            out.push(reader.escape()?);
+            reader.escapes(end, out)?;
         }
         if reader.at >= reader.text.len() { Err(JsonError::Syntax) } else { Ok(false) }
     }
@@ -269,10 +268,7 @@ impl<'a> Reader<'a> {
                     self.at += 1;
                     return Ok(Cow::Owned(out));
                 }
-                Some(b'\\') => {
-                    self.at += 1;
-                    out.push(self.escape()?);
-                }
+                Some(b'\\') => self.escapes(self.text.len(), &mut out)?,
                 _ => return Err(JsonError::Syntax),
             }
             let start = self.at;
@@ -293,49 +289,74 @@ impl<'a> Reader<'a> {
         Ok(self.at)
     }
 
-    fn escape(&mut self) -> Result<char, JsonError> {
-        let byte = self.peek().ok_or(JsonError::Syntax)?;
-        self.at += 1;
-        Ok(match byte {
-            b'"' => '"',
-            b'\\' => '\\',
-            b'/' => '/',
-            b'b' => '\u{8}',
-            b'f' => '\u{c}',
-            b'n' => '\n',
-            b'r' => '\r',
-            b't' => '\t',
-            b'u' => {
-                let first = self.hex()?;
-                match first {
-                    0xD800..=0xDBFF => {
-                        if !self.text.as_bytes()[self.at..].starts_with(b"\\u") {
-                            return Err(JsonError::Surrogate);
-                        }
-                        self.at += 2;
-                        let second = self.hex()?;
-                        if !(0xDC00..=0xDFFF).contains(&second) {
-                            return Err(JsonError::Surrogate);
-                        }
-                        let code = 0x1_0000 + ((first - 0xD800) << 10) + (second - 0xDC00);
-                        char::from_u32(code).ok_or(JsonError::Surrogate)?
-                    }
-                    _ => char::from_u32(first).ok_or(JsonError::Surrogate)?,
-                }
-            }
-            _ => return Err(JsonError::Syntax),
-        })
+    /// Appends what escapes side by side spell that begin before the end.
+    fn escapes(&mut self, end: usize, out: &mut String) -> Result<(), JsonError> {
+        let bytes = self.text.as_bytes();
+        while self.at < end && bytes[self.at] == b'\\' {
+            let second = *bytes.get(self.at + 1).ok_or(JsonError::Syntax)?;
+            self.at += 2;
+            out.push(match SHORT_ESCAPES[usize::from(second)] {
+                0 if second == b'u' => self.code()?,
+                0 => return Err(JsonError::Syntax),
+                spelled => char::from(spelled),
+            });
+        }
+        Ok(())
+    }
+
+    /// The character whose code follows, in one part or two.
+    fn code(&mut self) -> Result<char, JsonError> {
+        let first = self.hex()?;
+        if !(0xD800..=0xDBFF).contains(&first) {
+            return char::from_u32(first).ok_or(JsonError::Surrogate);
+        }
+        if !self.text.as_bytes()[self.at..].starts_with(b"\\u") {
+            return Err(JsonError::Surrogate);
+        }
+        self.at += 2;
+        let second = self.hex()?;
+        if !(0xDC00..=0xDFFF).contains(&second) {
+            return Err(JsonError::Surrogate);
+        }
+        let code = 0x1_0000 + ((first - 0xD800) << 10) + (second - 0xDC00);
+        char::from_u32(code).ok_or(JsonError::Surrogate)
     }
 
     fn hex(&mut self) -> Result<u32, JsonError> {
-        let digits = self.text.as_bytes().get(self.at..self.at + 4).ok_or(JsonError::Syntax)?;
+        let digits = self.text.as_bytes().get(self.at..).and_then(|rest| rest.first_chunk::<4>());
+        let values = digits.ok_or(JsonError::Syntax)?.map(|digit| HEX[usize::from(digit)]);
         self.at += 4;
-        digits.iter().try_fold(0, |sum, &b| {
-            let digit = char::from(b).to_digit(16).ok_or(JsonError::Syntax)?;
-            Ok(sum * 16 + digit)
-        })
+        // What is no digit has a value beyond any.
+        if values.iter().any(|&value| value > 15) {
+            return Err(JsonError::Syntax);
+        }
+        Ok(values.iter().fold(0, |sum, &value| sum << 4 | u32::from(value)))
     }
 }
+
+/// What a letter spells after a backslash; 0 = nothing, or more than one letter is needed.
+const SHORT_ESCAPES: [u8; 256] = {
+    let mut table = [0; 256];
+    let spelled = *b"\"\"\\\\//b\x08f\x0cn\nr\rt\t";
+    let mut at = 0;
+    while at < spelled.len() {
+        table[spelled[at] as usize] = spelled[at + 1];
+        at += 2;
+    }
+    table
+};
+
+/// Values of hexadecimal digits; 255 = none.
+const HEX: [u8; 256] = {
+    let mut table = [255; 256];
+    let mut value = 0;
+    while value < 16 {
+        table[b"0123456789abcdef"[value] as usize] = value as u8;
+        table[b"0123456789ABCDEF"[value] as usize] = value as u8;
+        value += 1;
+    }
+    table
+};
 
 #[cfg(test)]
 mod tests {
@@ -412,6 +433,34 @@ mod tests {
             assert!((0..20).any(|_| string.step(1, &mut out).is_err()), "{text}");
         }
         assert!(LongString::new("x").is_err());
+    }
+
+    #[test]
+    fn escapes_spell_what_another_parser_reads() {
+        let escapes = [
+            r#"\""#,
+            r"\\",
+            r"\/",
+            r"\b",
+            r"\f",
+            r"\n",
+            r"\r",
+            r"\t",
+            r"\u0000",
+            r"\u00E9",
+            r"\u4f60",
+            r"\ud83D\uDe00",
+        ];
+        for first in escapes {
+            for second in escapes.into_iter().chain(["", "x", "é"]) {
+                let text = format!("\"{first}{second}{first}\"");
+                let expected: String = serde_json::from_str(&text).unwrap();
+                assert_eq!(string(&text).unwrap(), expected, "{text}");
+            }
+        }
+        for text in [r#""\x""#, r#""\u12g4""#, r#""\u123"#, r#""\"#, r#""\u+123""#, r#""\ud83d\n""#] {
+            assert!(string(text).is_err(), "{text}");
+        }
     }
 
     #[test]

@@ -18,18 +18,17 @@ use crate::service::{Engine, MissReason};
 /// Bytes of JSON that are read and rendered in place: about a quarter of a millisecond. Few in tests, so that both ways
 /// are gone.
 pub(super) const IN_PLACE_BYTES: usize = if cfg!(test) { 2 * 1024 } else { 32 * 1024 };
-/// Objects among them: each message costs some microseconds beside its text.
-const IN_PLACE_OBJECTS: usize = 128;
 /// Bytes of a JSON string that are read in place, whatever its escapes.
 const IN_PLACE_TEXT_BYTES: usize = if cfg!(test) { 4 * 1024 } else { 128 * 1024 };
 /// Bytes of a prompt beyond which it is neither looked for among those remembered nor remembered.
 pub(super) const REMEMBERED_BYTES_MAX: usize = 4 * 1024 * 1024;
 /// Bytes of the body copied in one go.
-const COPY_BYTES: usize = if cfg!(test) { 1000 } else { 256 * 1024 };
+const COPY_BYTES: usize = if cfg!(test) { 1000 } else { 64 * 1024 };
 
-/// Whether so much JSON is better not read in place.
-pub(super) fn is_large(raw: &str) -> bool {
-    raw.len() > IN_PLACE_BYTES || memchr::memchr_iter(b'{', raw.as_bytes()).nth(IN_PLACE_OBJECTS).is_some()
+/// Whether so much JSON is better not read in place, where so many objects may be: each message costs some microseconds
+/// beside its text.
+pub(super) fn is_large(raw: &str, objects_max: usize) -> bool {
+    raw.len() > IN_PLACE_BYTES || memchr::memchr_iter(b'{', raw.as_bytes()).nth(objects_max).is_some()
 }
 
 /// Whether a text, or the first of several, is better not read in place.
@@ -68,7 +67,11 @@ enum Work {
 
 /// What comes of a task.
 #[derive(Debug)]
-pub struct Prepared(pub(super) Made);
+pub struct Prepared {
+    pub(super) made: Made,
+    /// The memory of the body's copy, for another use.
+    pub spare: Vec<u8>,
+}
 
 #[derive(Debug)]
 pub(super) enum Made {
@@ -113,14 +116,16 @@ impl Task {
             kwargs: self.kwargs.as_deref(),
             add_bos: self.add_bos,
         };
-        let made = match &self.work {
-            Work::Read { api, body } => read(*api, body, &self.model, rendering)?,
-            Work::Render { messages, frame, tools } => {
-                let template = self.model.template(rendering.template, *tools, rendering.engine)?;
-                Made::Rendered(frame.render(messages, template)?)
+        match self.work {
+            Work::Read { api, body } => {
+                let made = read(api, &body, &self.model, rendering)?;
+                Ok(Prepared { made, spare: body })
             }
-        };
-        Ok(Prepared(made))
+            Work::Render { messages, frame, tools } => {
+                let template = self.model.template(rendering.template, tools, rendering.engine)?;
+                Ok(Prepared { made: Made::Rendered(frame.render(&messages, template)?), spare: Vec::new() })
+            }
+        }
     }
 }
 
@@ -134,6 +139,13 @@ pub(super) struct Copying<'a> {
 impl<'a> Copying<'a> {
     pub(super) fn new(body: &'a [u8]) -> Self {
         Copying { body, copy: Vec::new() }
+    }
+
+    /// Memory to copy to, instead of fresh one. Before the first step.
+    pub(super) fn lend(&mut self, mut memory: Vec<u8>) {
+        debug_assert!(self.copy.is_empty(), "nothing is copied yet");
+        memory.clear();
+        self.copy = memory;
     }
 
     /// Copies some more; whether all is copied.

@@ -4,6 +4,7 @@
 //! [`MissReason`](crate::service::MissReason). What the gateway cannot know it does not guess.
 
 mod any_input;
+mod beginning;
 mod body;
 mod chat;
 mod chat_sglang;

@@ -31,8 +31,6 @@ const TEMPLATES_MAX: usize = 32;
 const SHARED_BYTES_MIN: usize = 16;
 /// Bytes of source that an excerpt may have: it is rendered in one go.
 const EXCERPT_BYTES_MAX: usize = 48 * 1024;
-/// Messages that it may have.
-const EXCERPT_MESSAGES_MAX: usize = 160;
 /// System messages at the begin that every excerpt has.
 const LEADING_MAX: usize = 2;
 
@@ -205,7 +203,7 @@ impl Growth<'_> {
         let excerpt: usize = chosen.iter().map(|place| bytes(*place as usize)).sum();
         let ends = [self.dropped, self.added()].map(|end| end.last().map_or(0, |last| last.end.saturating_sub(total)));
         let messages = chosen.len() + self.dropped.len().max(self.added().len());
-        if excerpt + ends[0].max(ends[1]) > EXCERPT_BYTES_MAX || messages > EXCERPT_MESSAGES_MAX {
+        if excerpt + ends[0].max(ends[1]) > EXCERPT_BYTES_MAX || messages > self.template.messages_in_place() {
             return None;
         }
         (chosen.len() * 2 <= shared.len() && excerpt * 2 <= total || chosen.len() * 4 <= shared.len()).then_some(chosen)

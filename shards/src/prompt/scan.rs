@@ -155,7 +155,7 @@ impl<'a> Scan<'a> {
     /// Makes sure that the bytes up to the place are UTF-8, but for a character that goes on behind it.
     fn check_text(&mut self, end: usize) -> Result<(), NotAnObject> {
         let new = &self.bytes[self.checked..end];
-        self.checked = match std::str::from_utf8(new) {
+        self.checked = match simdutf8::compat::from_utf8(new) {
             Ok(_) => end,
             Err(error) if error.error_len().is_none() && end < self.bytes.len() => self.checked + error.valid_up_to(),
             Err(_) => return Err(NotAnObject),
@@ -163,18 +163,12 @@ impl<'a> Scan<'a> {
         Ok(())
     }
 
-    /// Takes one byte, or the plain bytes of a string up to the place.
+    /// Takes one byte, or what is plain of a string or of a number, up to the place.
     fn advance(&mut self, end: usize, found: &mut impl FnMut(Member<'a>)) -> Result<(), NotAnObject> {
         let byte = self.bytes[self.at];
         match self.expects {
             Expects::Text { key } => {
-                self.at += plain_bytes(&self.bytes[self.at..end]);
-                // Most escapes are of two bytes and need no state.
-                while let [b'\\', b'n' | b'"' | b'\\' | b't' | b'r' | b'/' | b'b' | b'f', ..] = self.bytes[self.at..end]
-                {
-                    self.at += 2;
-                    self.at += plain_bytes(&self.bytes[self.at..end]);
-                }
+                self.at += text_bytes(&self.bytes[self.at..end]);
                 if self.at < end {
                     self.end_of_run(key, found)?;
                 }
@@ -195,6 +189,11 @@ impl<'a> Scan<'a> {
                 if rest.len() == 1 {
                     self.end_of_value(self.at + 1, found);
                 }
+            }
+            Expects::Number(Number::Digits) if byte.is_ascii_digit() => {
+                let digits = self.bytes[self.at..end].iter().take_while(|byte| byte.is_ascii_digit());
+                self.at += digits.count();
+                return Ok(());
             }
             Expects::Number(number) => match number.then(byte) {
                 Some(number) => self.expects = Expects::Number(number),
@@ -304,20 +303,83 @@ impl<'a> Scan<'a> {
     }
 }
 
+/// Length of a string's inside that the bytes begin with: plain bytes and whole escapes. What ends it needs a state.
+fn text_bytes(bytes: &[u8]) -> usize {
+    let mut at = plain_bytes(bytes);
+    while bytes.get(at) == Some(&b'\\') {
+        let escapes = escape_bytes(&bytes[at..]);
+        if escapes == 0 {
+            break;
+        }
+        at += escapes;
+        at += plain_bytes(&bytes[at..]);
+    }
+    at
+}
+
+/// Length of the whole escapes that stand side by side at the begin.
+fn escape_bytes(bytes: &[u8]) -> usize {
+    const WIDE: usize = 32;
+    let (wide, _) = bytes.as_chunks::<WIDE>();
+    let all_short = |chunk: &&[u8; WIDE]| {
+        let (pairs, _) = chunk.as_chunks::<2>();
+        // Without a branch inside, the compiler looks at many pairs at once.
+        pairs.iter().fold(true, |all, pair| all & is_short_escape(*pair))
+    };
+    let mut at = wide.iter().take_while(all_short).count() * WIDE;
+    loop {
+        at += match bytes[at..] {
+            [b'\\', b'u', ref digits @ ..] if digits.len() >= 4 && digits[..4].iter().all(u8::is_ascii_hexdigit) => 6,
+            [first, second, ..] if is_short_escape([first, second]) => 2,
+            _ => return at,
+        };
+    }
+}
+
+/// Whether the bytes are a backslash and what it needs no digits after.
+fn is_short_escape(pair: [u8; 2]) -> bool {
+    let pair = u16::from_le_bytes(pair);
+    let is = |second: u8| pair == u16::from_le_bytes([b'\\', second]);
+    is(b'n') | is(b'"') | is(b'\\') | is(b't') | is(b'r') | is(b'/') | is(b'b') | is(b'f')
+}
+
 /// Bytes before the first quote, backslash or control character.
 fn plain_bytes(bytes: &[u8]) -> usize {
     const WIDE: usize = 64;
-    let ends = |byte: u8| byte == b'"' || byte == b'\\' || byte < 0x20;
-    // Many strings are short, and escapes often stand side by side.
-    let near = bytes.len().min(8);
-    if let Some(place) = bytes[..near].iter().position(|&byte| ends(byte)) {
-        return place;
+    // Many strings are short, and many runs between escapes.
+    let near = bytes.len().min(16) & !7;
+    let first = first_end(&bytes[..near]);
+    if first < near {
+        return first;
     }
     let (wide, _) = bytes[near..].as_chunks::<WIDE>();
     // Without a branch inside, the compiler looks at many bytes at once.
-    let plain = |chunk: &&[u8; WIDE]| !chunk.iter().fold(false, |any, &byte| any | ends(byte));
+    let plain = |chunk: &&[u8; WIDE]| !chunk.iter().fold(false, |any, &byte| any | is_end(byte));
     let passed = near + wide.iter().take_while(plain).count() * WIDE;
-    bytes[passed..].iter().position(|&byte| ends(byte)).map_or(bytes.len(), |place| passed + place)
+    passed + first_end(&bytes[passed..])
+}
+
+fn is_end(byte: u8) -> bool {
+    (byte == b'"') | (byte == b'\\') | (byte < 0x20)
+}
+
+/// Place of the first byte that ends a plain run, or the length: eight bytes at a time.
+fn first_end(bytes: &[u8]) -> usize {
+    const EACH: u64 = u64::MAX / 255;
+    const HIGH: u64 = EACH << 7;
+    let (words, rest) = bytes.as_chunks::<8>();
+    for (n, word) in words.iter().enumerate() {
+        let word = u64::from_le_bytes(*word);
+        // The high bit of each byte that is below the bound; a borrow can only add such bits behind the first.
+        let below = |word: u64, bound: u8| word.wrapping_sub(EACH * u64::from(bound)) & !word & HIGH;
+        let is = |byte: u8| below(word ^ (EACH * u64::from(byte)), 1);
+        let ends = below(word, 0x20) | is(b'"') | is(b'\\');
+        if ends != 0 {
+            return 8 * n + ends.trailing_zeros() as usize / 8;
+        }
+    }
+    let passed = bytes.len() - rest.len();
+    passed + rest.iter().take_while(|&&byte| !is_end(byte)).count()
 }
 
 #[cfg(test)]
@@ -358,12 +420,26 @@ mod tests {
     #[test]
     fn long_runs_end_at_the_first_sign_that_ends_them() {
         for length in [0, 1, 7, 8, 9, 63, 64, 65, 71, 72, 73, 200] {
-            for end in [b'"', b'\\', 0x1F, b'\n'] {
-                let mut bytes = vec![b'x'; length];
-                assert_eq!(plain_bytes(&bytes), length);
-                bytes.push(end);
-                bytes.extend_from_slice(&[b'"'; 100]);
-                assert_eq!(plain_bytes(&bytes), length);
+            for end in [b'"', b'\\', 0x1F, b'\n', 0] {
+                for plain in [b'x', b' ', b'!', b'#', 0x7F, 0xE4, 0xFF] {
+                    let mut bytes = vec![plain; length];
+                    assert_eq!(plain_bytes(&bytes), length);
+                    bytes.push(end);
+                    bytes.extend_from_slice(&[b'"'; 100]);
+                    assert_eq!(plain_bytes(&bytes), length);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn escapes_side_by_side_are_taken_up_to_the_first_that_is_none() {
+        for count in [0, 1, 15, 16, 17, 40] {
+            for (escape, length) in [("\\n", 2), ("\\\\", 2), ("\\u00e9", 6)] {
+                for end in ["", "x", "\\", "\\x", "\\u12", "\\u123x", "\"", "n\\"] {
+                    let text = escape.repeat(count) + end;
+                    assert_eq!(escape_bytes(text.as_bytes()), count * length, "{text}");
+                }
             }
         }
     }

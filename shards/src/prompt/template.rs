@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
@@ -38,7 +38,13 @@ pub struct Template {
     takes_later_system: OnceLock<bool>,
     /// Has a tag that only Hugging Face's renderer knows.
     has_generation_tag: bool,
+    messages_in_place: usize,
 }
+
+/// Time that a render between two visits to the driver may take, about.
+const IN_PLACE_TIME: Duration = Duration::from_micros(300);
+/// Fewest and most messages rendered there, whatever they cost.
+const IN_PLACE_MESSAGES: std::ops::RangeInclusive<usize> = 8..=128;
 
 /// Why a template could not be used.
 #[derive(Debug, thiserror::Error)]
@@ -73,7 +79,8 @@ impl Template {
             environment.add_global(name.clone(), token.as_str());
         }
         environment.add_template_owned(NAME, source::prepared(text)).map_err(failed)?;
-        Ok(Template {
+        let mut template = Template {
+            messages_in_place: *IN_PLACE_MESSAGES.start(),
             environment,
             content_format: content_format::detect(text),
             sglang_format: content_format::detect_sglang(text),
@@ -82,7 +89,38 @@ impl Template {
             mentions_tool_call_id: text.contains("tool_call_id"),
             takes_later_system: OnceLock::new(),
             has_generation_tag: text.contains("endgeneration"),
-        })
+        };
+        template.messages_in_place = template.affordable_messages();
+        Ok(template)
+    }
+
+    /// Messages of a chat that may be rendered between two visits to the driver: templates differ tenfold in what a message
+    /// costs, so it is tried when the template is compiled.
+    pub(super) fn messages_in_place(&self) -> usize {
+        self.messages_in_place
+    }
+
+    fn affordable_messages(&self) -> usize {
+        const TRIED: usize = 15;
+        // What a test sees must not hang on how fast it runs.
+        if cfg!(test) {
+            return *IN_PLACE_MESSAGES.end();
+        }
+        let turn = |n: usize| {
+            let role = if n.is_multiple_of(2) { "user" } else { "assistant" };
+            Value::from_object(dict_of([("role", role.into()), ("content", "t".into())]))
+        };
+        let mut best = Duration::MAX;
+        for _ in 0..3 {
+            // The last one is a question, as templates like it.
+            let messages: Vec<Value> = (0..TRIED).map(turn).collect();
+            let variables = dict_of([("messages", messages.into()), ("add_generation_prompt", true.into())]);
+            let start = Instant::now();
+            // One that refuses such a chat is taken for what it cost until then.
+            let _refused = self.render(Value::from_object(variables)).is_err();
+            best = best.min(start.elapsed());
+        }
+        affordable(best / TRIED as u32)
     }
 
     /// How the template wants message content.
@@ -164,6 +202,12 @@ impl Template {
             TemplateError::Render(describe(&error))
         })
     }
+}
+
+/// How many messages of such a cost are rendered in place.
+fn affordable(each: Duration) -> usize {
+    let messages = IN_PLACE_TIME.as_nanos() / each.as_nanos().max(1);
+    usize::try_from(messages).unwrap_or(usize::MAX).clamp(*IN_PLACE_MESSAGES.start(), *IN_PLACE_MESSAGES.end())
 }
 
 fn describe(error: &Error) -> String {
@@ -352,6 +396,13 @@ mod tests {
     fn render(text: &str, variables: &str) -> Result<String, TemplateError> {
         let tokens = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
         Template::compile(text, &tokens, noon)?.render(json::value(variables).unwrap())
+    }
+
+    #[test]
+    fn what_a_message_costs_decides_how_many_are_rendered_in_place() {
+        for (us, expected) in [(0, 128), (2, 128), (10, 30), (20, 15), (500, 8)] {
+            assert_eq!(affordable(Duration::from_micros(us)), expected, "{us} µs");
+        }
     }
 
     #[test]

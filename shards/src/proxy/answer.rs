@@ -82,24 +82,37 @@ impl Refusal {
     /// The whole answer.
     #[must_use]
     pub fn to_bytes(&self, keep_alive: bool, to_head: bool) -> Vec<u8> {
+        self.to_bytes_with(keep_alive, to_head, b"")
+    }
+
+    /// The whole answer with more header lines.
+    #[must_use]
+    pub fn to_bytes_with(&self, keep_alive: bool, to_head: bool, lines: &[u8]) -> Vec<u8> {
         let mut body = serde_json::json!({ "error": self.error(), "detail": self.detail() });
         if let Refusal::ModelUnavailable(model) = self {
             body["model"] = model.as_str().into();
         }
-        json(self.status(), &body.to_string(), keep_alive, to_head)
+        json_with(self.status(), &body.to_string(), keep_alive, to_head, lines)
     }
 }
 
 /// An answer with a JSON body.
 #[must_use]
 pub fn json(status: u16, body: &str, keep_alive: bool, to_head: bool) -> Vec<u8> {
+    json_with(status, body, keep_alive, to_head, b"")
+}
+
+/// An answer with a JSON body and more header lines.
+fn json_with(status: u16, body: &str, keep_alive: bool, to_head: bool, lines: &[u8]) -> Vec<u8> {
     let connection = if keep_alive { "" } else { "Connection: close\r\n" };
     let mut answer = format!(
-        "HTTP/1.1 {status} {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n{connection}\r\n",
+        "HTTP/1.1 {status} {}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n{connection}",
         reason(status),
         body.len(),
     )
     .into_bytes();
+    answer.extend_from_slice(lines);
+    answer.extend_from_slice(b"\r\n");
     if !to_head {
         answer.extend_from_slice(body.as_bytes());
     }

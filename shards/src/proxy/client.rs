@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::rc::Rc;
 use std::task::Poll;
@@ -14,15 +15,19 @@ use monoio::net::TcpStream;
 use super::answer::Refusal;
 use super::upstream::write_all;
 use super::watch::{Interrupt, Place, Watch, guarded};
-use crate::executor::{End, ReadAhead, breathe};
+use crate::executor::carry::{READ_BYTES_MAX, carry};
+use crate::executor::{End, ReadAhead};
 use crate::http::request::{self, HeadError, HeadLimits};
 use crate::http::{Dechunker, RequestBody, RequestHead};
 use crate::limits::Limits;
 
 /// Bytes of pipelined requests that are kept while an answer is under way; beyond them the client is not read.
 const READ_AHEAD_MAX: usize = 64 * 1024;
-/// Most room made at once for a body that was announced and has not come.
-const BODY_ROOM_MAX: usize = 256 * 1024;
+/// Room made for a body that was announced and of which nothing has come, bytes at most. Memory that nothing is written to
+/// costs addresses only.
+const BODY_ROOM_FIRST: usize = 1024 * 1024;
+/// Room made for the rest of a body, at most, as a multiple of what has come.
+const BODY_ROOM_FACTOR: usize = 3;
 /// Largest decoded chunked body, bytes, whatever the configured limit: its length must fit in the line that announced
 /// the chunks.
 const CHUNKED_BYTES_MAX: usize = 999_999_999;
@@ -51,10 +56,13 @@ pub struct Request {
     pub bytes: Vec<u8>,
     /// The head.
     pub head: RequestHead,
+    /// The id that the gateway gave it; none where the client's own stands in the head.
+    pub made_id: Option<String>,
 }
 
 /// What came of waiting for a request.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "one for each request, taken apart at once")]
 pub enum Incoming {
     /// A request.
     Request(Request),
@@ -72,6 +80,8 @@ pub struct Client {
     pub writer: OwnedWriteHalf<TcpStream>,
     /// Of the stream whose halves are above: open as long as they are.
     descriptor: RawFd,
+    /// Where it comes from, if the kernel still knew.
+    address: Option<IpAddr>,
     place: Place,
 }
 
@@ -86,8 +96,15 @@ impl Client {
     #[must_use]
     pub fn new(stream: TcpStream, place: Place) -> Self {
         let descriptor = stream.as_raw_fd();
+        let address = stream.peer_addr().ok().map(|peer| peer.ip());
         let (read, writer) = stream.into_split();
-        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, place }
+        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, address, place }
+    }
+
+    /// Where the client comes from.
+    #[must_use]
+    pub fn address(&self) -> Option<IpAddr> {
+        self.address
     }
 
     /// The connection's supervision.
@@ -177,6 +194,8 @@ impl Client {
             RequestBody::Chunked => None,
         };
         let mut asked = !head.expects_continue;
+        // Bytes of the last read: where it found little, little is waiting.
+        let mut came = usize::MAX;
         loop {
             let complete = match wanted {
                 Some(end) => (bytes.len() >= end).then_some((end, end)),
@@ -192,11 +211,12 @@ impl Client {
                 next.extend_from_slice(&bytes[body_end..]);
                 bytes.truncate(data_end);
                 self.reader.put_back(next);
-                return Ok(Request { bytes, head });
+                return Ok(Request { bytes, head, made_id: None });
             }
             if let Some(end) = wanted {
-                bytes.reserve((end - bytes.len()).min(BODY_ROOM_MAX));
+                bytes = with_room(bytes, end, buffers);
             }
+            let (held, room) = (bytes.len(), bytes.capacity() - bytes.len());
             self.reader.put_back(bytes);
             if !asked {
                 asked = true;
@@ -209,10 +229,11 @@ impl Client {
                     continue;
                 }
             }
-            breathe().await;
+            carry(room.min(READ_BYTES_MAX).min(came)).await;
             self.watch().arm(Some(limits.body_timeout));
             self.fill().await.map_err(Stop::incoming)?;
             bytes = self.reader.bytes();
+            came = bytes.len() - held;
         }
     }
 
@@ -284,6 +305,22 @@ impl Stop {
     }
 }
 
+/// The bytes, with room for a request that ends at the place, or for a good part of it: what is only announced costs
+/// little memory, and what comes is moved once or twice.
+fn with_room(mut bytes: Vec<u8>, end: usize, buffers: &Buffers) -> Vec<u8> {
+    let left = end - bytes.len();
+    if bytes.capacity() - bytes.len() >= left.min(READ_BYTES_MAX) {
+        return bytes;
+    }
+    if let Some(mut large) = buffers.large(end) {
+        large.extend_from_slice(&bytes);
+        buffers.give_back(bytes);
+        return large;
+    }
+    bytes.reserve_exact(left.min(BODY_ROOM_FIRST.max(BODY_ROOM_FACTOR * bytes.len())));
+    bytes
+}
+
 /// Whether a chunked body, decoded so far and with the chunk begun, is beyond its limit.
 fn is_beyond(decoder: &Dechunker, start: usize, limits: &Limits) -> bool {
     let bytes = ((decoder.data_end() - start) as u64).saturating_add(decoder.announced());
@@ -323,16 +360,22 @@ fn reset(descriptor: RawFd) {
 pub struct Buffers {
     small: RefCell<Vec<Vec<u8>>>,
     relay: RefCell<Vec<Vec<u8>>>,
+    large: RefCell<Vec<Vec<u8>>>,
 }
 
 /// Room of a small buffer, bytes: what an idle connection reads into.
 const SMALL: usize = 4 * 1024;
 /// Least room of a relay buffer, bytes.
 const RELAY: usize = 16 * 1024;
-/// Largest buffer kept for another use, bytes.
+/// Largest relay buffer kept for another use, bytes.
 const KEPT_MAX: usize = 72 * 1024;
 /// Buffers kept of each kind; beyond it they are freed.
 const KEPT: usize = 256;
+/// Bytes of all large buffers kept; beyond it they are freed. In fresh memory a long body costs the kernel a fault for
+/// every page, several times what copying it costs.
+const LARGE_BYTES_KEPT: usize = 16 * 1024 * 1024;
+/// Largest of them, bytes.
+const LARGE_MAX: usize = 4 * 1024 * 1024;
 
 impl Buffers {
     /// An empty buffer for a client's next request.
@@ -347,17 +390,68 @@ impl Buffers {
         self.relay.borrow_mut().pop().unwrap_or_else(|| Vec::with_capacity(RELAY))
     }
 
+    /// An empty buffer for a long request of so many bytes; none where none is at hand.
+    #[must_use]
+    pub fn large(&self, bytes: usize) -> Option<Vec<u8>> {
+        let mut large = self.large.borrow_mut();
+        let fits = large.iter().position(|buffer| buffer.capacity() >= bytes)?;
+        Some(large.swap_remove(fits))
+    }
+
     /// Keeps a buffer for another use, if it is of a kind that is worth it.
     pub fn give_back(&self, mut buffer: Vec<u8>) {
         buffer.clear();
         let shelf = match buffer.capacity() {
             SMALL..RELAY => &self.small,
             RELAY..=KEPT_MAX => &self.relay,
+            room if room <= LARGE_MAX && room > KEPT_MAX => {
+                let kept: usize = self.large.borrow().iter().map(Vec::capacity).sum();
+                if kept + room > LARGE_BYTES_KEPT {
+                    return;
+                }
+                &self.large
+            }
             _ => return,
         };
         let mut shelf = shelf.borrow_mut();
         if shelf.len() < KEPT {
             shelf.push(buffer);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_body_gets_a_used_buffer_or_room_by_what_has_come() {
+        let buffers = Buffers::default();
+        let head = || b"POST / HTTP/1.1\r\n\r\n".to_vec();
+        let announced = 3 * BODY_ROOM_FIRST;
+        let mut fresh = with_room(head(), announced, &buffers);
+        assert!((BODY_ROOM_FIRST..2 * BODY_ROOM_FIRST).contains(&fresh.capacity()), "{}", fresh.capacity());
+        fresh.resize(fresh.capacity(), 7);
+        let fresh = with_room(fresh, announced, &buffers);
+        assert!(fresh.capacity() >= announced && fresh.starts_with(&[b'P']) && fresh.ends_with(&[7]));
+        buffers.give_back(fresh);
+        let used = with_room(head(), announced, &buffers);
+        assert!(used.capacity() >= announced && used == head());
+        // What has room enough stays.
+        let place = used.as_ptr();
+        let same = with_room(used, announced, &buffers);
+        assert_eq!(same.as_ptr(), place);
+    }
+
+    #[test]
+    fn large_buffers_are_kept_up_to_a_sum() {
+        let buffers = Buffers::default();
+        for _ in 0..40 {
+            buffers.give_back(Vec::with_capacity(1 << 20));
+        }
+        buffers.give_back(Vec::with_capacity(LARGE_MAX + 1));
+        let kept: Vec<Vec<u8>> = std::iter::from_fn(|| buffers.large(1000)).collect();
+        assert_eq!(kept.len(), LARGE_BYTES_KEPT >> 20);
+        assert!(buffers.large(1).is_none());
     }
 }

@@ -1,5 +1,7 @@
 //! One request and its answer: which service, which endpoint, and what is done when an endpoint fails.
 
+mod outcome;
+
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
@@ -8,20 +10,22 @@ use std::time::Instant;
 use super::Proxy;
 use super::answer::Refusal;
 use super::client::{Client, Request, is_ours};
+use super::evidence;
 use super::handed;
+use super::known::Known;
 use super::models;
-use super::relay::{self, Fault, Heard, Terms};
+use super::outgoing::{ID_HEADER, Outgoing, announce_length, id_of, push_line};
+use super::relay::{self, CLOSE_LINE, Fault, Heard, Progress, Terms};
 use super::routes::{LocalService, Pick, RequestView, Routes};
 use super::score::{self, Score};
 use super::upstream::{Pool, Upstream};
 use super::watch::Interrupt;
-use crate::http::{RequestBody, RequestHead, edit};
-use crate::ids::EndpointIndex;
+use crate::belief::{self, NamedRank};
+use crate::ids::{EndpointIndex, Rank};
 use crate::load::Reservation;
-use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
-use crate::route::{self, Chooser, Decision, Facts, Tier};
+use crate::route::{self, Chooser, Decision, Evidence, Facts, Pin};
 use crate::service::{Endpoint, count};
 use crate::usage::Tail;
 
@@ -32,11 +36,11 @@ const CONNECTS_MAX: usize = 16;
 /// dies with its process, and to another endpoint. Not more, or a request that kills engines would kill them all.
 const SENDS_MAX: u32 = 3;
 
+/// The header by which vLLM and SGLang let a request choose its rank.
+const RANK_HEADER: &str = "x-data-parallel-rank";
+
 /// Bytes of a request's body per token of its prompt, where nobody has counted.
 const BYTES_PER_TOKEN: u64 = 4;
-
-/// Bytes of a body that are searched for a system message and tools, for a diagnosis.
-const PARTS_SOUGHT: usize = 16 * 1024;
 
 /// What becomes of the client connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,10 +52,13 @@ pub enum Next {
 }
 
 /// Serves one request to the end of its answer.
-pub async fn exchange(proxy: &Proxy, client: &mut Client, request: Request, listen: SocketAddr) -> Next {
+pub async fn exchange(proxy: &Proxy, client: &mut Client, mut request: Request, listen: SocketAddr) -> Next {
+    if request.head.request_id.is_none() {
+        request.made_id = Some(proxy.request_ids.next());
+    }
     let routes = proxy.routes();
     let view = RequestView::new(&request.head, &request.bytes);
-    if routes.asks_body(listen, &request.head)
+    if routes.asks_body(listen, &view)
         && let Err(interrupt) = client.guard(None, view.look_through(&proxy.ticket)).await
     {
         tracing::debug!(?interrupt, "a client left before its request was read");
@@ -80,23 +87,43 @@ pub async fn exchange(proxy: &Proxy, client: &mut Client, request: Request, list
     refuse(proxy, client, &request, &refusal).await
 }
 
-async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Routes, local: &LocalService) -> Next {
+async fn serve(
+    proxy: &Proxy,
+    client: &mut Client,
+    mut request: Request,
+    routes: &Routes,
+    local: &LocalService,
+) -> Next {
     let stats = local.service.shared.stats_of(proxy.id);
     let view = RequestView::new(&request.head, &request.bytes);
     let score = match client.guard(None, score::score(proxy, local, &routes.models, &view)).await {
         Ok(score) => score,
-        Err(interrupt) => {
-            if interrupt == Interrupt::ClientGone {
-                count(&stats.client_gone);
-            }
-            return Next::Close;
-        }
+        Err(interrupt) => return left(local, proxy, interrupt),
     };
     let resendable = is_resendable(&view);
-    // Asked now: the head is edited before it is sent.
     let api = Api::of(view.method(), view.path());
-    let mut attempt =
-        Attempt { proxy, local, request, api, from: None, sends: 0, resendable, began: false, status: 0, tail: None };
+    let known = Known::of(proxy, &local.service, &view, client.address());
+    let known = match client.guard(None, known).await {
+        Ok(known) => known,
+        Err(interrupt) => return left(local, proxy, interrupt),
+    };
+    let (named_rank, skips_cache) = (view.named_rank(), view.skips_cache());
+    announce_length(&mut request);
+    let mut attempt = Attempt {
+        proxy,
+        local,
+        request,
+        api,
+        known,
+        named_rank,
+        skips_cache,
+        evidence: None,
+        sends: 0,
+        resendable,
+        began: false,
+        status: 0,
+        tail: None,
+    };
     let outcome = attempt.run(client, &score).await;
     let request = attempt.request;
     match outcome {
@@ -115,9 +142,21 @@ async fn serve(proxy: &Proxy, client: &mut Client, request: Request, routes: &Ro
     }
 }
 
+/// A client left, or was cut, before its request was sent.
+fn left(local: &LocalService, proxy: &Proxy, interrupt: Interrupt) -> Next {
+    if interrupt == Interrupt::ClientGone {
+        count(&local.service.shared.stats_of(proxy.id).client_gone);
+    }
+    Next::Close
+}
+
 async fn refuse(proxy: &Proxy, client: &mut Client, request: &Request, refusal: &Refusal) -> Next {
     let keep_alive = request.head.keep_alive && !proxy.draining.get();
-    let answer = refusal.to_bytes(keep_alive, request.head.is_head);
+    let mut lines = Vec::new();
+    if let Some(id) = id_of(request) {
+        push_line(&mut lines, ID_HEADER, id);
+    }
+    let answer = refusal.to_bytes_with(keep_alive, request.head.is_head, &lines);
     match client.write(answer, 0, proxy.limits.write_timeout).await {
         Ok(_) if keep_alive => Next::Request,
         _ => Next::Close,
@@ -143,14 +182,19 @@ struct Sent<'a> {
     reservation: &'a mut Reservation,
     /// Tokens of its prompt that the endpoint will have to compute.
     uncached: u64,
+    /// The rank that the endpoint is told to use.
+    rank: Option<Rank>,
     /// The ids of its prompt as a JSON list, where the rule hands them on.
     ids: Option<&'a [u8]>,
 }
 
 impl Sent<'_> {
-    /// The answer to a request sent at a time has begun: its prompt waits no longer, and the endpoint's speed may be
-    /// learned from how long it did.
-    fn began(self, endpoint: &Endpoint, teaches: bool, at: Instant) {
+    /// The answer to a request sent at a time has begun or ended. When it begins, its prompt waits no longer, and the
+    /// endpoint's speed may be learned from how long it did.
+    fn progress(&mut self, progress: Progress, endpoint: &Endpoint, teaches: bool, at: Instant) {
+        if progress == Progress::Ended {
+            return self.reservation.end();
+        }
         self.reservation.first_byte();
         if teaches {
             let (uncached_tokens, ahead) = (self.uncached, self.reservation.ahead());
@@ -166,8 +210,14 @@ struct Attempt<'a> {
     request: Request,
     /// What the request asks for, where it has a prompt.
     api: Option<Api>,
-    /// Where the forwarded head begins in the request's bytes, once it has been made.
-    from: Option<usize>,
+    /// What is known of it beside its prompt's blocks.
+    known: Known,
+    /// What the client says of the rank that is to serve it.
+    named_rank: NamedRank,
+    /// The engine looks up nothing of the prompt in its cache.
+    skips_cache: bool,
+    /// Why the request goes where it goes, where somebody wants to know.
+    evidence: Option<String>,
     /// Times the request was sent.
     sends: u32,
     resendable: bool,
@@ -188,6 +238,10 @@ impl Attempt<'_> {
             };
             let endpoint = &self.local.service.endpoints[decision.endpoint.index()];
             let pool = &self.local.pools[decision.endpoint.index()];
+            let rank = self.conveyed_rank(&decision);
+            if self.local.service.proxy.route_header || self.request.head.explain {
+                self.evidence = Some(evidence::text(&self.local.service, score, &decision, rank, tried.len()));
+            }
             // Before anything is awaited: the next decision must see this one.
             let uncached = self.uncached_tokens(score, &decision);
             let mut reservation = self.proxy.loads.reserve(self.proxy.id, endpoint.shared.slot, uncached);
@@ -197,15 +251,16 @@ impl Attempt<'_> {
             };
             if connected.is_some() {
                 self.count_decision(score, &decision);
+                self.known.sent(self.proxy, self.local, Pin { prefill: decision.endpoint, decode: None });
             }
             while let Some(upstream) = connected.take() {
                 let reused = upstream.reused;
-                let sent = Sent { reservation: &mut reservation, uncached, ids: score.ids() };
+                let sent = Sent { reservation: &mut reservation, uncached, rank, ids: score.ids() };
                 match self.forward(client, endpoint, pool, upstream, sent).await {
                     Ok(next) => {
                         if self.status == 200 {
-                            self.predict(score, decision.endpoint);
-                            self.compare_usage(score, decision.endpoint);
+                            self.predict(score, decision.endpoint, rank);
+                            self.compare_usage(score, decision.endpoint, rank);
                         }
                         drop(reservation);
                         return Ok(next);
@@ -231,7 +286,21 @@ impl Attempt<'_> {
         // Nothing is awaited while it is borrowed.
         let mut turn = self.local.turn.borrow_mut();
         let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
-        let facts = Facts { tried, ..Facts::of(score.evidence()) };
+        let turn = self.proxy.turns.get();
+        self.proxy.turns.set(turn.wrapping_add(1));
+        let evidence = score.evidence();
+        let believed = match evidence {
+            Evidence::Scored { prompt_tokens, runs } => {
+                belief::believed(&self.local.service, prompt_tokens, runs, self.named_rank, turn)
+            }
+            Evidence::None(_) => None,
+        };
+        let evidence = match (evidence, &believed) {
+            (Evidence::Scored { prompt_tokens, .. }, Some(runs)) => Evidence::Scored { prompt_tokens, runs },
+            (evidence, _) => evidence,
+        };
+        let speculative_tokens = self.guessed_tokens();
+        let facts = Facts { speculative_tokens, ..self.known.facts(self.proxy, self.local, evidence, tried) };
         route::decide(&self.local.service, &facts, &mut chooser)
     }
 
@@ -266,11 +335,23 @@ impl Attempt<'_> {
         endpoint.shared.connect_failures.fetch_add(1, Ordering::Relaxed);
         count(&endpoint.shared.stats_of(self.proxy.id).connect_failures);
         count(&self.local.service.shared.stats_of(self.proxy.id).connect_failovers);
+        let breaker = self.local.service.proxy.breaker_failures;
+        if breaker > 0 && endpoint.shared.connect_failures.load(Ordering::Relaxed) >= breaker {
+            self.trip(endpoint, "so many connects in a row failed");
+        }
         if endpoint.shared.mark_down() {
             tracing::warn!(%error, endpoint = %endpoint.address, rule = self.local.service.id.0,
                 "endpoint refused a connection and is out until a probe finds it again");
         }
         Ok(None)
+    }
+
+    /// Opens an endpoint's breaker.
+    fn trip(&self, endpoint: &Endpoint, why: &str) {
+        if endpoint.shared.trip() {
+            count(&endpoint.shared.stats_of(self.proxy.id).trips);
+            tracing::warn!(endpoint = %endpoint.address, rule = self.local.service.id.0, "breaker open: {why}");
+        }
     }
 
     async fn forward(
@@ -279,50 +360,107 @@ impl Attempt<'_> {
         endpoint: &Endpoint,
         pool: &Pool,
         mut upstream: Upstream,
-        sent: Sent<'_>,
+        mut sent: Sent<'_>,
     ) -> Result<Next, Fault> {
         let proxy = self.proxy;
         self.sends += 1;
         let at = Instant::now();
         count(&endpoint.shared.stats_of(proxy.id).requests);
-        let from = *self.from.get_or_insert_with(|| prepare(&mut self.request));
-        let handed = self.handed(sent.ids, endpoint, from);
-        let is_own = handed.is_none();
-        let (bytes, from) = handed.map_or_else(|| (std::mem::take(&mut self.request.bytes), from), |bytes| (bytes, 0));
-        let write = client.guard(Some(proxy.limits.write_timeout), upstream.write(bytes, from)).await;
-        let (written, bytes) = write.map_err(|interrupt| match interrupt {
+        let outgoing = self.outgoing(&sent, endpoint);
+        let bytes = std::mem::take(&mut self.request.bytes);
+        let write = client.guard(Some(proxy.limits.write_timeout), outgoing.send(&mut upstream, bytes)).await;
+        let (written, buffer, bytes) = write.map_err(|interrupt| match interrupt {
             Interrupt::TimedOut => Fault::FirstByteTimeout,
             interrupt => Fault::Client(interrupt),
         })?;
-        if is_own {
-            self.request.bytes = bytes;
-        }
+        proxy.buffers.give_back(buffer);
+        self.request.bytes = bytes;
+        let mut added = self.lines_for_client();
+        let headroom = added.len() + CLOSE_LINE.len();
         // An endpoint that stopped reading may have answered all the same: what comes decides, not the write.
-        let begun =
-            relay::begin(client, &mut upstream, self.request.head.is_head, &proxy.limits, &proxy.buffers).await?;
+        let is_head = self.request.head.is_head;
+        let begun = relay::begin(client, &mut upstream, is_head, headroom, &proxy.limits, &proxy.buffers).await?;
         if endpoint.shared.connect_failures.load(Ordering::Relaxed) != 0 {
             endpoint.shared.connect_failures.store(0, Ordering::Relaxed);
         }
         self.began = true;
         self.status = begun.head.status;
+        if endpoint.shared.answered(self.status, self.local.service.proxy.breaker_errors) {
+            self.trip(endpoint, "so many answers in a row were errors of its own");
+        }
         let stats = self.local.service.shared.stats_of(proxy.id);
         count(&stats.responses[usize::from(begun.head.status / 100).min(5)]);
         let head = &self.request.head;
         let ends_with_connection = begun.head.body == crate::http::ResponseBody::UntilClose;
-        let terms = Terms {
-            close: !head.keep_alive || proxy.draining.get() || ends_with_connection,
-            is_http10: head.is_http10,
-        };
-        self.tail = (self.api.is_some() && endpoint.shared.usage.look()).then(Tail::default);
+        let close = !head.keep_alive || proxy.draining.get() || ends_with_connection;
+        if begun.head.has_request_id {
+            // The endpoint says it itself.
+            added.drain(..self.id_line_len());
+        }
+        if close {
+            added.extend_from_slice(CLOSE_LINE);
+        }
+        let terms = Terms { added: &added, is_http10: head.is_http10 };
+        self.tail = self.wants_usage(endpoint).then(Tail::default);
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
         let teaches = self.api.is_some() && begun.head.status == 200 && begun.head.event_stream;
-        let heard = Heard { body_began: || sent.began(endpoint, teaches, at), tail };
+        let heard = Heard { progress: |progress| sent.progress(progress, endpoint, teaches, at), tail };
         let reusable = relay::relay(client, &mut upstream, begun, terms, heard, &proxy.limits, &proxy.buffers).await?;
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
         }
-        Ok(if terms.close { Next::Close } else { Next::Request })
+        Ok(if close { Next::Close } else { Next::Request })
+    }
+
+    /// What the endpoint is sent: the client's body as it came, or with the ids of its prompt, where the rule hands them
+    /// on and the endpoint's engine takes them.
+    fn outgoing(&self, sent: &Sent<'_>, endpoint: &Endpoint) -> Outgoing {
+        let (lines, buffer) = (self.lines_for_endpoint(sent.rank), self.proxy.buffers.small());
+        let list = sent.ids.filter(|_| endpoint.shared.takes_ids());
+        let body = &self.request.bytes[self.request.head.len..];
+        match list.and_then(|list| handed::with_ids(self.local.service.engine, body, list)) {
+            Some(body) => Outgoing::with_body(&self.request, &lines, &body, buffer),
+            None => Outgoing::new(&self.request, &lines, buffer),
+        }
+    }
+
+    /// The rank that the endpoint is told to serve the request with: where it has several and follows the header, and the
+    /// client does not choose one itself.
+    fn conveyed_rank(&self, decision: &Decision) -> Option<Rank> {
+        let service = &self.local.service;
+        let several = service.kv.as_ref().is_some_and(|kv| kv.ranks > 1);
+        let follows = several && service.endpoints[decision.endpoint.index()].shared.conveys_rank();
+        decision.rank.filter(|_| follows && self.named_rank == NamedRank::No)
+    }
+
+    /// Lines of the gateway's own in the head that the endpoint gets.
+    fn lines_for_endpoint(&self, rank: Option<Rank>) -> Vec<u8> {
+        let mut lines = Vec::new();
+        if let Some(id) = &self.request.made_id {
+            push_line(&mut lines, ID_HEADER, id);
+        }
+        if let Some(Rank(rank)) = rank {
+            push_line(&mut lines, RANK_HEADER, rank);
+        }
+        lines
+    }
+
+    /// Lines of the gateway's own in the head that the client gets: the id's comes first.
+    fn lines_for_client(&self) -> Vec<u8> {
+        let mut lines = Vec::new();
+        if let Some(id) = id_of(&self.request) {
+            push_line(&mut lines, ID_HEADER, id);
+        }
+        if let Some(evidence) = &self.evidence {
+            push_line(&mut lines, evidence::HEADER, evidence);
+        }
+        lines
+    }
+
+    /// Bytes of the line that says the id.
+    fn id_line_len(&self) -> usize {
+        id_of(&self.request).map_or(0, |id| ID_HEADER.len() + ": ".len() + id.len() + "\r\n".len())
     }
 
     /// Tokens of the prompt that the endpoint will have to compute: where the prompt is not known, as many as its bytes
@@ -330,53 +468,14 @@ impl Attempt<'_> {
     fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
         match score {
             Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
-            _ if self.api.is_some() => {
-                let body = self.request.bytes.len().saturating_sub(self.request.head.len);
-                body as u64 / BYTES_PER_TOKEN
-            }
-            _ => 0,
+            Score::NotAsked | Score::Miss(_) => self.guessed_tokens(),
         }
     }
 
-    /// The request with the ids of its prompt, where the rule hands them on and the endpoint's engine takes them.
-    fn handed(&self, ids: Option<&[u8]>, endpoint: &Endpoint, from: usize) -> Option<Vec<u8>> {
-        let list = ids.filter(|_| endpoint.shared.takes_ids())?;
-        let Request { bytes, head, .. } = &self.request;
-        handed::with_ids(self.local.service.engine, &bytes[from..head.len], &bytes[head.len..], list)
-    }
-
-    /// Says what the endpoint that has answered must hold now, for parity by use.
-    fn predict(&self, score: &Score, endpoint: EndpointIndex) {
-        let Some(reader) = &self.local.reader else { return };
-        let predictions = &self.local.service.endpoints[endpoint.index()].shared.predictions;
-        if !predictions.wanted() {
-            return;
-        }
-        let body = &self.request.bytes[self.request.head.len..];
-        let begins = &body[..body.len().min(PARTS_SOUGHT)];
-        let has = |part: &str| begins.windows(part.len()).any(|at| at == part.as_bytes());
-        let kind = match self.api {
-            Some(Api::ChatCompletions) if has("\"tools\"") || has("\"system\"") => PromptKind::ChatWithParts,
-            Some(Api::ChatCompletions) => PromptKind::Chat,
-            _ => PromptKind::Completion,
-        };
-        if let Some(prediction) = score.predict(reader, endpoint, kind) {
-            predictions.offer(prediction);
-        }
-    }
-
-    /// Says what the answer's `usage` proves or denies of the endpoint's blocks.
-    fn compare_usage(&self, score: &Score, endpoint: EndpointIndex) {
-        let Some(usage) = self.tail.as_ref().and_then(Tail::usage) else { return };
-        let statements = &self.local.service.endpoints[endpoint.index()].shared.usage;
-        if usage.cached_tokens.is_some() {
-            statements.set_tells();
-        }
-        if statements.wanted()
-            && let Some(statement) = score.compare(self.local, endpoint, usage)
-        {
-            statements.offer(statement);
-        }
+    /// Tokens of the prompt as far as its bytes tell; 0 where the request has none.
+    fn guessed_tokens(&self) -> u64 {
+        let body = self.request.bytes.len().saturating_sub(self.request.head.len);
+        self.api.map_or(0, |_| body as u64 / BYTES_PER_TOKEN)
     }
 
     fn failure(&self, fault: Fault) -> Failure {
@@ -397,62 +496,5 @@ impl Attempt<'_> {
             Fault::FirstByteTimeout => return Failure::Refuse(Refusal::FirstByteTimeout),
         }
         Failure::Close
-    }
-
-    fn count_decision(&self, score: &Score, decision: &Decision) {
-        let service = &self.local.service;
-        let Some(kv) = &service.kv else { return };
-        if matches!(score, Score::NotAsked) {
-            return;
-        }
-        let knows_blocks = || service.endpoints.iter().any(|e| e.shared.kv_blocks.load(Ordering::Relaxed) > 0);
-        if let Some((first, hit)) = score.first_block()
-            && service.shared.zero_hits.note(first, hit, kv.zero_hit_every, knows_blocks)
-        {
-            tracing::warn!(
-                rule = service.id.0,
-                prompts = kv.zero_hit_every,
-                "so many prompts that were sent before hit no cache: see /netlox/v1/config/ai/kv/parity"
-            );
-        }
-        let shard = self.proxy.id;
-        if let Some(reason) = decision.miss {
-            count(&service.shared.stats_of(shard).misses[reason as usize]);
-        }
-        if decision.tier == Tier::KvExact {
-            let stats = service.endpoints[decision.endpoint.index()].shared.stats_of(shard);
-            count(&stats.hits);
-            let tokens = stats.hit_tokens.load(Ordering::Relaxed) + decision.hit_tokens;
-            stats.hit_tokens.store(tokens, Ordering::Relaxed);
-            if decision.spilled_from.is_some() {
-                count(&stats.spills);
-            }
-            if decision.seeded_from.is_some() {
-                count(&stats.cold_seeds);
-            }
-        }
-    }
-}
-
-/// Edits the head for the endpoint, in place: lines of the client's connection are left out, and a body that came in
-/// chunks, decoded by now, is announced by its length. Returns where the head now begins.
-fn prepare(request: &mut Request) -> usize {
-    let Request { bytes, head } = request;
-    if head.body == RequestBody::Chunked {
-        announce_length(bytes, head);
-    }
-    edit::edit_head(bytes, 0, head.len, &head.dropped, b"")
-}
-
-/// Writes the body's length over the end of the `Transfer-Encoding` line, and leaves the rest of the line to be dropped.
-fn announce_length(bytes: &mut [u8], head: &mut RequestHead) {
-    let Some(line) = head.transfer_encoding else { return };
-    let length = format!("Content-Length: {}\r\n", bytes.len() - head.len);
-    // The shortest such line, "transfer-encoding:chunked", is as long as that of a length of nine digits.
-    let start = line.end - length.len();
-    assert!(start >= line.start, "a chunked body is below CHUNKED_BYTES_MAX");
-    bytes[start..line.end].copy_from_slice(length.as_bytes());
-    if let Some(dropped) = head.dropped.iter_mut().find(|dropped| dropped.start == line.start) {
-        dropped.end = start;
     }
 }

@@ -1,11 +1,9 @@
 //! Ids of a chat's prompt, handed to the engine along with the chat so that it need not make them again.
 //!
-//! **Invariant.** One member is put into the client's bytes, and the length of the body; everything else is sent as it
-//! came. Where the client has a member of that name, whatever it holds, nothing is put in.
+//! **Invariant.** One member is put into the client's bytes; everything else is sent as it came. Where the client has a member of that name, whatever it holds, nothing is put in.
 
 #![forbid(unsafe_code)]
 
-use crate::http::edit;
 use crate::prompt::Splice;
 use crate::service::Engine;
 
@@ -53,18 +51,9 @@ fn push_number(mut number: u32, out: &mut Vec<u8>) {
     }
 }
 
-/// The request that is sent instead: head and body in one piece, from a head and a body that are ready to be sent. None
-/// where the engine takes no ids, or where the client has a say in them.
+/// The body that is sent instead. None where the engine takes no ids, or where the client has a say in them.
 #[must_use]
-pub fn with_ids(engine: Engine, head: &[u8], body: &[u8], list: &[u8]) -> Option<Vec<u8>> {
-    let body = body_with_ids(engine, body, list)?;
-    let mut request = Vec::with_capacity(head.len() + 32 + body.len());
-    edit::with_length(head, body.len(), &mut request);
-    request.extend_from_slice(&body);
-    Some(request)
-}
-
-fn body_with_ids(engine: Engine, body: &[u8], list: &[u8]) -> Option<Vec<u8>> {
+pub fn with_ids(engine: Engine, body: &[u8], list: &[u8]) -> Option<Vec<u8>> {
     const TRANSFER: &str = "kv_transfer_params";
     let mut splice = Splice::of(body).ok()?;
     match engine {

@@ -14,12 +14,16 @@ mod answer;
 mod ask;
 mod asked;
 mod client;
+mod evidence;
 mod exchange;
 mod handed;
+mod known;
 mod models;
+mod outgoing;
 mod relay;
 mod routes;
 mod score;
+mod session;
 mod upstream;
 mod watch;
 
@@ -30,6 +34,7 @@ use std::sync::Arc;
 
 use monoio::net::TcpStream;
 
+use crate::affinity::{Affinity, LocalAffinity};
 use crate::executor::{Aside, Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
@@ -39,6 +44,7 @@ use crate::service::Tables;
 
 pub use client::is_ours;
 use client::{Awaited, Buffers, Client, Incoming};
+pub use evidence::tier_name;
 use exchange::Next;
 use routes::Routes;
 use upstream::Pools;
@@ -59,12 +65,22 @@ pub struct Proxy {
     aside: Option<Aside>,
     asked: Rc<asked::Asked>,
     draining: Cell<bool>,
+    affinity: RefCell<LocalAffinity>,
+    request_ids: outgoing::RequestIds,
+    /// Decisions so far, for what takes turns.
+    turns: Cell<u32>,
 }
 
 impl Proxy {
     /// A proxy without rules. What is too large to be done in slices it does aside, or, without such a thread, in one go.
     #[must_use]
-    pub fn new(id: ShardId, limits: Limits, loads: Arc<LoadTable>, aside: Option<Aside>) -> Self {
+    pub fn new(
+        id: ShardId,
+        limits: Limits,
+        loads: Arc<LoadTable>,
+        affinity: &Arc<Affinity>,
+        aside: Option<Aside>,
+    ) -> Self {
         let prefixes = RefCell::new(PrefixCache::new(limits.prompt_cache_bytes));
         Proxy {
             id,
@@ -79,6 +95,9 @@ impl Proxy {
             aside,
             asked: Rc::default(),
             draining: Cell::new(false),
+            affinity: RefCell::new(LocalAffinity::new(affinity)),
+            request_ids: outgoing::RequestIds::default(),
+            turns: Cell::new(0),
         }
     }
 
@@ -142,6 +161,7 @@ impl Proxy {
     /// Enforces deadlines and closes idle upstream connections; to be called every [`SWEEP_EVERY`].
     pub async fn sweep(&self) {
         self.pools.sweep(self.limits.upstream_idle_max);
+        self.routes().look_after(self.id);
         let mut from = 0;
         while let Some(next) = self.connections.sweep(from) {
             from = next;

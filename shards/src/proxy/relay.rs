@@ -13,10 +13,8 @@ use crate::http::{BodyTracker, Dechunker, ResponseBody, ResponseHead, edit};
 use crate::limits::Limits;
 use crate::usage::Tail;
 
-/// Room kept in front of an answer's head, for the line that may be added to it.
-const HEADROOM: usize = 64;
-const CLOSE_LINE: &[u8] = b"Connection: close\r\n";
-const _: () = assert!(HEADROOM >= CLOSE_LINE.len());
+/// What ends a head whose connection is closed after the answer.
+pub const CLOSE_LINE: &[u8] = b"Connection: close\r\n";
 
 /// Why an answer did not come to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,11 +34,14 @@ pub enum Fault {
 /// An answer's head with what came behind it.
 pub struct Begun {
     buffer: Vec<u8>,
+    /// Room in front of the head.
+    headroom: usize,
     /// The head.
     pub head: ResponseHead,
 }
 
-/// Reads the answer's head; interim answers are passed over.
+/// Reads the answer's head; interim answers are passed over. `headroom` bytes are kept free in front of it, for the lines
+/// that [`relay`] adds.
 ///
 /// # Errors
 /// Everything but [`Fault::Broken`]: nothing was passed on yet.
@@ -48,15 +49,16 @@ pub async fn begin(
     client: &mut Client,
     upstream: &mut Upstream,
     to_head: bool,
+    headroom: usize,
     limits: &Limits,
     buffers: &Buffers,
 ) -> Result<Begun, Fault> {
     let mut buffer = buffers.relay();
-    buffer.resize(HEADROOM, 0);
+    buffer.resize(headroom, 0);
     let mut searched = 0;
     let mut came = false;
     loop {
-        if buffer.len() > HEADROOM + limits.head_bytes_max {
+        if buffer.len() > headroom + limits.head_bytes_max {
             return Err(Fault::Malformed("the endpoint's answer has a head beyond the limit"));
         }
         if buffer.len() == buffer.capacity() {
@@ -74,33 +76,43 @@ pub async fn begin(
             Ok(0) | Err(_) => return Err(Fault::Died),
         }
         while let Some(head) =
-            response::parse(&buffer[HEADROOM..], searched, to_head).map_err(|error| Fault::Malformed(error.0))?
+            response::parse(&buffer[headroom..], searched, to_head).map_err(|error| Fault::Malformed(error.0))?
         {
             match head.status {
                 // Nobody asked for another protocol: the request's Upgrade was not passed on.
                 101 => return Err(Fault::Malformed("the endpoint switches protocols unasked")),
-                100..200 => drop(buffer.drain(HEADROOM..HEADROOM + head.len)),
-                _ => return Ok(Begun { buffer, head }),
+                100..200 => drop(buffer.drain(headroom..headroom + head.len)),
+                _ => return Ok(Begun { buffer, headroom, head }),
             }
             searched = 0;
         }
-        searched = buffer.len() - HEADROOM;
+        searched = buffer.len() - headroom;
     }
 }
 
 /// What the client is to be told about its own connection.
 #[derive(Clone, Copy, Debug)]
-pub struct Terms {
-    /// The connection is closed after this answer.
-    pub close: bool,
+pub struct Terms<'a> {
+    /// Lines added to the answer's head, [`CLOSE_LINE`] among them where the connection is closed after it; no more than
+    /// the head room that the answer was begun with.
+    pub added: &'a [u8],
     /// The client speaks HTTP/1.0: no chunks.
     pub is_http10: bool,
 }
 
+/// How far an answer's body has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Its first byte is here: engines send the head of a stream before they look at the prompt.
+    Began,
+    /// Its last byte is here, and not with the client yet: who hears of the end there finds the endpoint free.
+    Ended,
+}
+
 /// What is made of an answer's body beside passing it on.
-pub struct Heard<'a, F: FnOnce()> {
-    /// Called when its first byte has come: engines send the head of a stream before they look at the prompt.
-    pub body_began: F,
+pub struct Heard<'a, F: FnMut(Progress)> {
+    /// Called once for each step.
+    pub progress: F,
     /// Keeps its end.
     pub tail: Option<&'a mut Tail>,
 }
@@ -151,14 +163,14 @@ pub async fn relay(
     client: &mut Client,
     upstream: &mut Upstream,
     begun: Begun,
-    terms: Terms,
-    heard: Heard<'_, impl FnOnce()>,
+    terms: Terms<'_>,
+    heard: Heard<'_, impl FnMut(Progress)>,
     limits: &Limits,
     buffers: &Buffers,
 ) -> Result<bool, Fault> {
-    let Heard { body_began, mut tail } = heard;
-    let mut body_began = Some(body_began);
-    let Begun { mut buffer, mut head } = begun;
+    let Heard { mut progress, mut tail } = heard;
+    let mut body_began = false;
+    let Begun { mut buffer, headroom, mut head } = begun;
     let decode = terms.is_http10 && head.body == ResponseBody::Chunked;
     if decode && let Some(line) = head.transfer_encoding {
         head.dropped.push(line);
@@ -166,11 +178,10 @@ pub async fn relay(
     }
     if head.is_http10 {
         // Said of this connection, not of the endpoint's: "HTTP/1.0" becomes "HTTP/1.1".
-        buffer[HEADROOM + b"HTTP/1.".len()] = b'1';
+        buffer[headroom + b"HTTP/1.".len()] = b'1';
     }
-    let added = if terms.close { CLOSE_LINE } else { b"" };
-    let mut from = edit::edit_head(&mut buffer, HEADROOM, head.len, &head.dropped, added);
-    let mut at = HEADROOM + head.len;
+    let mut from = edit::edit_head(&mut buffer, headroom, head.len, &head.dropped, terms.added);
+    let mut at = headroom + head.len;
     let mut passage =
         if decode { Passage::Decoded(Dechunker::new(at)) } else { Passage::AsIs(BodyTracker::new(head.body)) };
     let until_close = head.body == ResponseBody::UntilClose;
@@ -180,10 +191,12 @@ pub async fn relay(
         if let Some(tail) = &mut tail {
             tail.push(buffer.get(at..).unwrap_or_default());
         }
-        if at < buffer.len()
-            && let Some(body_began) = body_began.take()
-        {
-            body_began();
+        if at < buffer.len() && !body_began {
+            body_began = true;
+            progress(Progress::Began);
+        }
+        if passed.done {
+            progress(Progress::Ended);
         }
         if passed.faulty && !began {
             return Err(Fault::Malformed("the chunks of the endpoint's answer are malformed"));

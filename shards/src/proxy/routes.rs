@@ -1,17 +1,20 @@
 //! What a shard makes of the tables it is handed: services by address, each with its round-robin position, its reading
 //! end of the inventory and its upstream connections.
 
-use std::cell::{OnceCell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use super::known::{LocalTrie, is_cache_aware};
 use super::models::ModelsCache;
 use super::upstream::{Pool, Pools};
+use crate::belief::NamedRank;
 use crate::executor::Ticket;
 use crate::http::RequestHead;
-use crate::ids::{ServiceId, ShardId};
+use crate::ids::{Rank, ServiceId, ShardId};
 use crate::inventory::Reader;
 use crate::prompt::{BodyScan, BodyView, ModelTable};
 use crate::route::Turn;
@@ -27,6 +30,8 @@ pub struct LocalService {
     pub reader: Option<Reader>,
     /// Idle upstream connections, by endpoint.
     pub pools: Vec<Rc<Pool>>,
+    /// Where texts were sent on this shard, where the service asks for it; kept over updates.
+    pub trie: Option<Rc<LocalTrie>>,
     /// The union of the endpoints' model lists, for a moment.
     pub models: ModelsCache,
 }
@@ -81,6 +86,33 @@ impl<'a> RequestView<'a> {
         self.body.get_or_init(|| BodyView::parse(self.body_bytes())).as_ref()
     }
 
+    /// The body's members, if something has asked for them before.
+    fn body_seen(&self) -> Option<&BodyView<'a>> {
+        self.body.get()?.as_ref()
+    }
+
+    /// What the client says of the rank that is to serve it. A body that nothing has asked for is not looked into.
+    #[must_use]
+    pub fn named_rank(&self) -> NamedRank {
+        let in_header = self.head.rank.map(|span| self.text(span).trim());
+        match in_header.or_else(|| self.body_seen()?.rank) {
+            None => NamedRank::No,
+            Some(rank) => NamedRank::Yes(rank.parse().ok().map(Rank)),
+        }
+    }
+
+    /// The body's `user`, if something has looked into the body before.
+    #[must_use]
+    pub fn user(&self) -> Option<&str> {
+        self.body_seen()?.user.as_deref()
+    }
+
+    /// Whether the engine looks up nothing of the prompt in its cache, as far as the body has been looked into.
+    #[must_use]
+    pub fn skips_cache(&self) -> bool {
+        self.body_seen().is_some_and(BodyView::skips_cache)
+    }
+
     /// Looks through the body in slices that give way, so that [`RequestView::body`] has it at hand afterwards.
     pub async fn look_through(&self, ticket: &Ticket) {
         if self.body.get().is_some() || self.body_bytes().len() <= SCAN_BYTES {
@@ -99,13 +131,18 @@ impl<'a> RequestView<'a> {
         let _first = self.body.set(view);
     }
 
-    /// The model that chooses the rule: `X-Model`, else the body's `model`.
+    /// The model that is asked for: that of `X-Model`, else the body's `model`.
     #[must_use]
     pub fn model(&self) -> Option<&str> {
         match self.head.model {
-            Some(span) => std::str::from_utf8(span.of(self.bytes)).ok(),
+            Some(_) => self.header_model(),
             None => self.body()?.model.as_deref(),
         }
+    }
+
+    /// The model of `X-Model`.
+    fn header_model(&self) -> Option<&'a str> {
+        std::str::from_utf8(self.head.model?.of(self.bytes)).ok()
     }
 
     fn text(&self, span: crate::http::Span) -> &'a str {
@@ -137,12 +174,16 @@ impl Routes {
     pub fn compile(tables: &Tables, before: &Routes, shard: ShardId, pools: &Pools) -> Self {
         let turns: HashMap<ServiceId, &Rc<RefCell<Turn>>> =
             before.services().map(|local| (local.service.id, &local.turn)).collect();
+        let tries: HashMap<ServiceId, &Rc<LocalTrie>> =
+            before.services().filter_map(|local| Some((local.service.id, local.trie.as_ref()?))).collect();
         let local = |service: Arc<Service>| {
+            let known = tries.get(&service.id).filter(|_| is_cache_aware(&service));
             let turn = turns.get(&service.id).map(|turn| Rc::clone(turn));
             Rc::new(LocalService {
                 turn: turn.unwrap_or_else(|| Rc::new(RefCell::new(Turn::starting_at(shard)))),
                 reader: service.kv.as_ref().map(|kv| kv.inventory.reader()),
                 pools: service.endpoints.iter().map(|endpoint| pools.of(endpoint.address)).collect(),
+                trie: known.map(|trie| Rc::clone(trie)).or_else(|| LocalTrie::of(&service)),
                 models: ModelsCache::default(),
                 service,
             })
@@ -159,29 +200,72 @@ impl Routes {
         self.by_address.values().flatten()
     }
 
-    /// Whether choosing the service at `listen` hangs on the body of such a request.
+    /// What must be done now and then: trees forget what was sent to endpoints that are down, and show their size.
+    pub fn look_after(&self, shard: ShardId) {
+        for local in self.services() {
+            if let Some(trie) = &local.trie {
+                trie.look_after(&local.service);
+                let nodes = trie.borrow().nodes() as u64;
+                local.service.shared.stats_of(shard).trie_nodes.store(nodes, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Whether choosing the service of a request that came in at `listen` hangs on its body.
     #[must_use]
-    pub fn asks_body(&self, listen: SocketAddr, head: &RequestHead) -> bool {
-        let asks = |services: &Vec<Rc<LocalService>>| services.iter().any(|local| local.service.model.is_some());
-        head.model.is_none() && self.by_address.get(&listen).is_some_and(asks)
+    pub fn asks_body(&self, listen: SocketAddr, request: &RequestView<'_>) -> bool {
+        let asked = Cell::new(false);
+        let ask = || {
+            asked.set(true);
+            None
+        };
+        // What comes out of it without the body is of no use.
+        let _unsure = self.find(listen, request, ask);
+        asked.get()
     }
 
     /// Chooses the service for a request that came in at `listen`.
     #[must_use]
     pub fn pick(&self, listen: SocketAddr, request: &RequestView<'_>) -> Pick {
+        self.find(listen, request, || request.body()?.model.as_deref())
+    }
+
+    /// Among the services of the most specific host and path that have one for the request: that of the model in
+    /// `X-Model`, else of the body's, else the one for any model.
+    fn find<'a>(
+        &self,
+        listen: SocketAddr,
+        request: &RequestView<'_>,
+        body_model: impl Fn() -> Option<&'a str>,
+    ) -> Pick {
         let Some(services) = self.by_address.get(&listen) else { return Pick::NoRules };
-        let mut model_missed = false;
-        for local in services {
+        let matches = |local: &&Rc<LocalService>| {
             let service = &local.service;
-            if !host_matches(service.host.as_deref(), request) || !path_matches(service.path.as_ref(), request.path()) {
-                continue;
-            }
-            match service.model.as_deref() {
-                Some(model) if request.model() != Some(model) => model_missed = true,
-                _ => return Pick::Service(Rc::clone(local)),
-            }
+            host_matches(service.host.as_deref(), request) && path_matches(service.path.as_ref(), request.path())
+        };
+        let mut rest = services.iter().filter(matches).peekable();
+        if rest.peek().is_none() {
+            return Pick::NoRoute;
         }
-        if model_missed { Pick::NoModel(request.model().unwrap_or("").to_owned()) } else { Pick::NoRoute }
+        let by_header = request.header_model();
+        let by_body = OnceCell::new();
+        while let Some(first) = rest.peek().copied() {
+            let same_place = |local: &&Rc<LocalService>| {
+                (&local.service.host, &local.service.path) == (&first.service.host, &first.service.path)
+            };
+            let group = rest.clone().take_while(same_place);
+            let of = |model: Option<&str>| group.clone().find(|local| local.service.model.as_deref() == model);
+            let of_body = || {
+                group.clone().find(|local| local.service.model.is_some())?;
+                of(Some((*by_body.get_or_init(&body_model))?))
+            };
+            let of_header = by_header.and_then(|model| of(Some(model)));
+            if let Some(local) = of_header.or_else(of_body).or_else(|| of(None)) {
+                return Pick::Service(Rc::clone(local));
+            }
+            while rest.next_if(same_place).is_some() {}
+        }
+        Pick::NoModel(by_header.or_else(|| by_body.into_inner().flatten()).unwrap_or("").to_owned())
     }
 }
 
@@ -212,6 +296,7 @@ fn path_matches(wanted: Option<&PathMatch>, path: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::request::{HeadLimits, parse};
 
     #[test]
     fn a_host_is_compared_without_its_port() {
@@ -220,6 +305,82 @@ mod tests {
         {
             assert_eq!(without_port(host), expected);
         }
+    }
+
+    /// Host, path and model of a rule.
+    type Place<'a> = (Option<&'a str>, Option<&'a str>, Option<&'a str>);
+
+    fn pick(rules: &[Place<'_>], request: &str) -> String {
+        let listen: SocketAddr = ([127, 0, 0, 1], 80).into();
+        let text = |text: &Option<&str>| text.map(str::to_owned);
+        let service = |(id, (host, path, model)): (usize, &Place<'_>)| {
+            Arc::new(Service {
+                host: text(host),
+                path: text(path).map(PathMatch::Prefix),
+                model: text(model),
+                ..Service::plain(ServiceId(id as u32), listen, Vec::new(), 1)
+            })
+        };
+        let services = rules.iter().enumerate().map(service).collect();
+        let tables = Tables { services, models: Arc::default() };
+        let routes = Routes::compile(&tables, &Routes::empty(), ShardId(0), &Pools::default());
+        let limits = HeadLimits { bytes_max: 4096, headers_max: 16 };
+        let head = parse(request.as_bytes(), 0, limits).expect("a good head").expect("a whole head");
+        match routes.pick(listen, &RequestView::new(&head, request.as_bytes())) {
+            Pick::Service(local) => local.service.id.0.to_string(),
+            Pick::NoModel(model) => format!("no {model}"),
+            Pick::NoRoute => "no route".to_owned(),
+            Pick::NoRules => "no rules".to_owned(),
+        }
+    }
+
+    #[test]
+    fn the_header_names_the_model_before_the_body_and_a_rule_for_any_is_last() {
+        let request = |header: Option<&str>, body: &str| {
+            let header = header.map(|model| format!("X-Model: {model}\r\n")).unwrap_or_default();
+            format!("POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n{header}\r\n{body}")
+        };
+        let (a, other) = (r#"{"model":"a"}"#, r#"{"model":"other"}"#);
+        let models = [(None, None, Some("a")), (None, None, Some("b"))];
+        let with_any = [models[0], models[1], (None, None, None)];
+        for (rules, header, body, expected) in [
+            (&models[..], None, a, "0"),
+            (&models, Some("b"), a, "1"),
+            (&models, Some("c"), a, "0"),
+            (&models, Some("c"), other, "no c"),
+            (&models, None, other, "no other"),
+            (&models, None, "no JSON", "no "),
+            (&with_any, Some("c"), a, "0"),
+            (&with_any, Some("c"), other, "2"),
+            (&with_any, None, "no JSON", "2"),
+        ] {
+            assert_eq!(pick(rules, &request(header, body)), expected, "{header:?} {body}");
+        }
+    }
+
+    #[test]
+    fn the_most_specific_host_and_path_win_and_pass_on_what_they_have_no_model_for() {
+        let rules = [
+            (None, None, None),
+            (None, Some("/v1"), None),
+            (None, Some("/v1/chat"), Some("a")),
+            (Some("h"), None, Some("a")),
+            (Some("g"), Some("/v1/chat"), Some("b")),
+        ];
+        let request = |host: &str, path: &str, model: &str| {
+            format!("POST {path} HTTP/1.1\r\nHost: {host}\r\nX-Model: {model}\r\n\r\n")
+        };
+        for (host, path, model, expected) in [
+            ("h", "/v1/chat", "a", "3"),
+            ("h", "/v1/chat", "b", "1"),
+            ("h:80", "/x", "b", "0"),
+            ("g", "/v1/chat/x", "b", "4"),
+            ("g", "/v1/chat/x", "a", "2"),
+            ("i", "/v1/x", "a", "1"),
+        ] {
+            assert_eq!(pick(&rules, &request(host, path, model)), expected, "{host} {path} {model}");
+        }
+        assert_eq!(pick(&rules[2..3], &request("h", "/v1", "a")), "no route");
     }
 
     #[test]

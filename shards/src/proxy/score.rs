@@ -5,11 +5,13 @@ use std::cell::RefCell;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
+use crate::belief::NamedRank;
 use crate::block::Contract;
 use crate::block::vllm::Tagging;
 use crate::bos::{ModelPlace, OtherBos};
 use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
-use crate::ids::{BlockKey, EndpointIndex};
+use crate::feedback::Compared;
+use crate::ids::{BlockKey, EndpointIndex, Rank};
 use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{
@@ -21,6 +23,7 @@ use crate::service::{Engine, EngineRender, KvExact, MissReason, Service};
 use crate::usage::{Statement, Usage};
 
 use super::Proxy;
+use super::client::Buffers;
 use super::handed::{List, SLICE_IDS};
 use super::routes::{LocalService, RequestView};
 
@@ -90,10 +93,17 @@ impl Score {
         keys.ids.as_deref()
     }
 
-    /// What the endpoint's engine will hold once it has answered, beyond what it holds now.
+    /// What the endpoint's engine will hold once it has answered, beyond what it holds now. `rank` served it, where that is
+    /// known.
     #[must_use]
-    pub fn predict(&self, reader: &Reader, endpoint: EndpointIndex, kind: PromptKind) -> Option<Prediction> {
-        let at = self.at(reader, endpoint)?;
+    pub fn predict(
+        &self,
+        reader: &Reader,
+        endpoint: EndpointIndex,
+        rank: Option<Rank>,
+        kind: PromptKind,
+    ) -> Option<Prediction> {
+        let at = self.at(reader, endpoint, rank)?;
         let mut prediction = Prediction::new(at.keys, at.held, kind)?;
         prediction.other_bos = match self {
             Score::Runs { keys, .. } if std::ptr::eq(at.keys, &keys.own[..]) => keys.other_bos,
@@ -102,22 +112,65 @@ impl Score {
         Some(prediction)
     }
 
-    /// What follows from what the endpoint's engine said of its cache in its answer.
+    /// What follows from what the endpoint's engine said of its cache in its answer. Nothing does where it has several
+    /// ranks and nobody knows which one answered.
     #[must_use]
-    pub fn compare(&self, local: &LocalService, endpoint: EndpointIndex, usage: Usage) -> Option<Statement> {
+    pub fn compare(
+        &self,
+        local: &LocalService,
+        endpoint: EndpointIndex,
+        rank: Option<Rank>,
+        usage: Usage,
+    ) -> Option<Statement> {
         let (kv, reader) = (local.service.kv.as_ref()?, local.reader.as_ref()?);
-        let at = self.at(reader, endpoint)?;
+        if kv.ranks > 1 && rank.is_none() {
+            return None;
+        }
+        let at = self.at(reader, endpoint, rank)?;
         let block_tokens = at.block_tokens.map_or(kv.block_tokens, NonZeroU32::get);
         let tells = local.service.endpoints[endpoint.index()].shared.usage.tells();
         Statement::new(at.keys, at.held, block_tokens, usage, tells)
     }
 
-    /// The prompt in the keys of an endpoint.
-    fn at(&self, reader: &Reader, endpoint: EndpointIndex) -> Option<AtEndpoint<'_>> {
+    /// What was predicted of an answer whose engine took `cached` tokens of the prompt's from its cache: of the rank that
+    /// served it, or, where nobody knows which one did, of the mean of them. None where nothing is known.
+    #[must_use]
+    pub fn compared(
+        &self,
+        local: &LocalService,
+        endpoint: EndpointIndex,
+        rank: Option<Rank>,
+        named: NamedRank,
+        prompt_tokens: u64,
+        cached: u64,
+    ) -> Option<Compared> {
+        let (kv, reader) = (local.service.kv.as_ref()?, local.reader.as_ref()?);
+        let Score::Runs { runs, .. } = self else { return None };
+        let named = match (rank, named) {
+            (Some(rank), _) | (None, NamedRank::Yes(Some(rank))) => Some(rank),
+            _ => None,
+        };
+        let at = self.at(reader, endpoint, named)?;
+        let block = u64::from(at.block_tokens.map_or(kv.block_tokens, NonZeroU32::get)).max(1);
+        let usable = |held: u32| u64::from(held).min(prompt_tokens.saturating_sub(1) / block) * block;
+        let predicted = match named {
+            None if kv.ranks > 1 => {
+                let in_device = runs.iter().filter(|run| run.endpoint == endpoint && run.medium == Medium::Device);
+                in_device.map(|run| usable(run.blocks)).sum::<u64>() / u64::from(kv.ranks)
+            }
+            _ => usable(at.held),
+        };
+        Some(Compared { predicted, cached, block_tokens: block })
+    }
+
+    /// The prompt in the keys of an endpoint, with what the rank, or the best of them, holds.
+    fn at(&self, reader: &Reader, endpoint: EndpointIndex, rank: Option<Rank>) -> Option<AtEndpoint<'_>> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         let held = |runs: &[Run]| {
             // What comes from slower media is announced in device memory then.
-            let in_device = |run: &&Run| run.endpoint == endpoint && run.medium == Medium::Device;
+            let in_device = |run: &&Run| {
+                run.endpoint == endpoint && run.medium == Medium::Device && rank.is_none_or(|rank| run.rank == rank)
+            };
             let of_endpoint = runs.iter().filter(in_device);
             of_endpoint.map(|run| run.blocks).max().unwrap_or(0)
         };
@@ -151,6 +204,8 @@ struct Means<'a> {
     pub ticket: &'a Ticket,
     /// The thread for work that cannot be sliced; without one it is done here.
     pub aside: Option<&'a Aside>,
+    /// Memory for copies of long bodies.
+    pub buffers: &'a Buffers,
 }
 
 /// Bytes of a request whose prompt is a slice or two: it does not stand in line behind long ones.
@@ -184,7 +239,12 @@ impl Pace {
 pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, request: &RequestView<'_>) -> Score {
     let (Some(kv), Some(reader)) = (&local.service.kv, &local.reader) else { return Score::NotAsked };
     let Some(api) = Api::of(request.method(), request.path()) else { return Score::NotAsked };
-    let means = Means { prefixes: &proxy.prefixes, ticket: &proxy.ticket, aside: proxy.aside.as_ref() };
+    let means = Means {
+        prefixes: &proxy.prefixes,
+        ticket: &proxy.ticket,
+        aside: proxy.aside.as_ref(),
+        buffers: &proxy.buffers,
+    };
     request.look_through(means.ticket).await;
     let mut ticket = Pace::of(request, means.ticket).await;
     let Some(body) = request.body() else { return Score::Miss(MissReason::Tokenize) };
@@ -271,6 +331,12 @@ async fn prepare<'a>(
     ticket: &mut Pace,
     means: Means<'_>,
 ) -> Result<Job<'a>, MissReason> {
+    let copied = pending.copied_bytes();
+    if copied > 0
+        && let Some(memory) = means.buffers.large(copied)
+    {
+        pending.lend(memory);
+    }
     while !pending.step() {
         ticket.breathe().await;
     }
@@ -281,10 +347,12 @@ async fn prepare<'a>(
         None => task.run(),
     };
     ticket.take(means.ticket).await;
+    let mut prepared = prepared?;
+    means.buffers.give_back(std::mem::take(&mut prepared.spare));
     if sees_all {
-        pending.finish(prepared?, &mut PrefixCache::new(0))
+        pending.finish(prepared, &mut PrefixCache::new(0))
     } else {
-        pending.finish(prepared?, &mut means.prefixes.borrow_mut())
+        pending.finish(prepared, &mut means.prefixes.borrow_mut())
     }
 }
 

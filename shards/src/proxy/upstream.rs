@@ -12,7 +12,8 @@ use monoio::buf::{IoBuf, IoBufMut};
 use monoio::io::{AsyncReadRent, AsyncWriteRent};
 use monoio::net::TcpStream;
 
-use crate::executor::{breathe, visit_ns};
+use crate::executor::carry::{SHORT_BYTES_MAX, carry};
+use crate::executor::visit_ns;
 
 /// One connection to an endpoint.
 #[derive(Debug)]
@@ -121,8 +122,6 @@ impl Upstream {
 
 /// Bytes of one write: less than a tenth of a millisecond.
 const WRITE_BYTES_MAX: usize = 128 * 1024;
-/// Bytes that are written whatever the shard has been doing.
-const WRITE_BYTES_SMALL: usize = 16 * 1024;
 
 /// Writes `bytes[from..]`; gives the buffer back.
 pub async fn write_all<W: AsyncWriteRent>(
@@ -131,10 +130,10 @@ pub async fn write_all<W: AsyncWriteRent>(
     mut from: usize,
 ) -> (io::Result<()>, Vec<u8>) {
     while from < bytes.len() {
-        // On epoll a write is done here and now, and the kernel delivers it on loopback in the same breath.
+        // The kernel delivers a write on loopback in the same breath: on epoll here and now, on a ring in the next visit.
         let end = bytes.len().min(from + WRITE_BYTES_MAX);
-        if end - from > WRITE_BYTES_SMALL {
-            breathe().await;
+        if end - from > SHORT_BYTES_MAX {
+            carry(end - from).await;
         }
         let (result, slice) = writer.write(bytes.slice(from..end)).await;
         bytes = slice.into_inner();

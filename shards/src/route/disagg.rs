@@ -5,10 +5,11 @@
 
 use super::decision::{Decision, Reason, Terms, Tier};
 use super::facts::Facts;
-use super::rows::{Loads, Rows, Turn};
+use super::rows::{Rows, Turn};
 use super::{Chooser, select, tier15};
 use crate::ids::EndpointIndex;
-use crate::service::{Disagg, MissReason, Role, Service};
+use crate::load::View;
+use crate::service::{Disagg, Endpoint, MissReason, Role, Service};
 
 /// Load factor of the cap at which a session's endpoint counts as overloaded, percent, where Tier 1.5 brings none.
 const SESSION_LOAD_FACTOR: u32 = 175;
@@ -20,23 +21,21 @@ pub(super) fn choose_prefill(
     facts: &Facts<'_>,
     chooser: &mut Chooser<'_>,
 ) -> Option<Decision> {
-    let loads = Loads::of_chooser(chooser);
+    let loads = chooser.loads.view(chooser.shard);
     let turn = &mut *chooser.turn;
-    turn.rows.fill(service, Role::Decode, facts.tried, &loads);
-    let has_decode = turn.rows.candidates > 0;
-    turn.rows.fill(service, Role::Prefill, facts.tried, &loads);
-    if !has_decode || turn.rows.candidates == 0 {
-        turn.rows.fill(service, Role::Normal, facts.tried, &loads);
+    turn.rows.fill(service, Role::Prefill, facts.tried, loads);
+    if turn.rows.candidates == 0 || !has_decode(service, facts) {
+        turn.rows.fill(service, Role::Normal, facts.tried, loads);
         let place = select::least_connections(turn)?;
         return Some(plain(place, Tier::Rescue, Reason::Rescue, None, &turn.rows));
     }
-    if let Some(place) = by_session(service, facts, &turn.rows) {
+    if let Some(place) = by_session(service, facts, &mut turn.rows, loads) {
         return Some(plain(place, Tier::Session, Reason::Session, None, &turn.rows));
     }
     if let Some(place) = by_trie(pd, facts, &turn.rows) {
         return Some(plain(place, Tier::Trie, Reason::Trie, None, &turn.rows));
     }
-    match tier15::decide(service, facts, turn) {
+    match tier15::decide(service, facts, turn, loads) {
         Ok(decision) => Some(decision),
         Err(miss) => {
             let place = least_load(service, turn)?;
@@ -52,11 +51,19 @@ pub(super) fn choose_decode(
     tried: &[EndpointIndex],
     chooser: &mut Chooser<'_>,
 ) -> Option<EndpointIndex> {
-    let loads = Loads::of_chooser(chooser);
+    let loads = chooser.loads.view(chooser.shard);
     let turn = &mut *chooser.turn;
-    turn.rows.fill(service, Role::Decode, tried, &loads);
+    turn.rows.fill(service, Role::Decode, tried, loads);
     let pinned = pinned.filter(|pinned| turn.rows.is_candidate(*pinned));
     pinned.or_else(|| least_load(service, turn).map(|place| EndpointIndex(place as u16)))
+}
+
+/// Whether somebody can compute the answer.
+fn has_decode(service: &Service, facts: &Facts<'_>) -> bool {
+    let decodes = |endpoint: &Endpoint| {
+        endpoint.role == Role::Decode && endpoint.is_candidate() && !facts.tried.contains(&endpoint.shared.index)
+    };
+    service.endpoints.iter().any(decodes)
 }
 
 fn plain(place: usize, tier: Tier, reason: Reason, miss: Option<MissReason>, rows: &Rows) -> Decision {
@@ -65,10 +72,11 @@ fn plain(place: usize, tier: Tier, reason: Reason, miss: Option<MissReason>, row
 }
 
 /// A session stays where it is, unless its endpoint has more than its share to do.
-fn by_session(service: &Service, facts: &Facts<'_>, rows: &Rows) -> Option<usize> {
+fn by_session(service: &Service, facts: &Facts<'_>, rows: &mut Rows, loads: View<'_>) -> Option<usize> {
     let place = facts.session.filter(|pin| rows.is_candidate(pin.prefill))?.prefill.index();
     let factor = service.kv.as_ref().map_or(SESSION_LOAD_FACTOR, |kv| kv.mean_load_factor);
-    (u64::from(rows.load[place]) < rows.fleet_cap(place, factor)).then_some(place)
+    let stays = |rows: &Rows| u64::from(rows.load[place]) < rows.fleet_cap(place, factor);
+    (stays(rows) || (rows.look_again(service, place, loads) && stays(rows))).then_some(place)
 }
 
 /// Where enough of the text was sent before, while the endpoints are about equally loaded.

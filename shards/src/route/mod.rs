@@ -50,8 +50,6 @@ pub use decision::{Decision, Reason, Terms, Tier};
 pub use facts::{Claimed, Evidence, Facts, Pin, TrieMatch};
 pub use rows::Turn;
 
-use rows::Loads;
-
 /// What a shard brings to its decisions.
 #[derive(Debug)]
 pub struct Chooser<'a> {
@@ -69,10 +67,10 @@ pub fn decide(service: &Service, facts: &Facts<'_>, chooser: &mut Chooser<'_>) -
     if let Some(pd) = &service.pd {
         return disagg::choose_prefill(service, pd, facts, chooser);
     }
-    let loads = Loads::of_chooser(chooser);
+    let loads = chooser.loads.view(chooser.shard);
     let turn = &mut *chooser.turn;
-    turn.rows.fill(service, Role::Normal, facts.tried, &loads);
-    let miss = match tier15::decide(service, facts, turn) {
+    turn.rows.fill(service, Role::Normal, facts.tried, loads);
+    let miss = match tier15::decide(service, facts, turn, loads) {
         Ok(decision) => return Some(decision),
         Err(miss) => miss,
     };

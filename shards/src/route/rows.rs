@@ -2,9 +2,8 @@
 
 use std::sync::atomic::Ordering;
 
-use super::Chooser;
 use crate::ids::{EndpointIndex, ShardId};
-use crate::load::{Load, LoadSlot, LoadTable};
+use crate::load::View;
 use crate::service::{Role, Service};
 
 /// Most blocks that an engine's cache counts as; more would only be a lie, or beyond what multiplies without overflow.
@@ -110,17 +109,17 @@ pub(super) struct Rows {
 
 impl Rows {
     /// Reads who of a role is a candidate and what it is loaded with.
-    pub(super) fn fill(&mut self, service: &Service, role: Role, tried: &[EndpointIndex], chooser: &Loads<'_>) {
+    pub(super) fn fill(&mut self, service: &Service, role: Role, tried: &[EndpointIndex], loads: View<'_>) {
         self.role = role;
         self.backups = false;
-        self.read(service, tried, chooser);
+        self.read(service, tried, loads);
         if self.candidates == 0 && service.endpoints.iter().any(|endpoint| endpoint.backup) {
             self.backups = true;
-            self.read(service, tried, chooser);
+            self.read(service, tried, loads);
         }
     }
 
-    fn read(&mut self, service: &Service, tried: &[EndpointIndex], loads: &Loads<'_>) {
+    fn read(&mut self, service: &Service, tried: &[EndpointIndex], loads: View<'_>) {
         let count = service.endpoints.len();
         self.candidate.clear();
         self.load.clear();
@@ -161,6 +160,15 @@ impl Rows {
         self.capacity_sum = known_sum + (u64::from(self.candidates) - known) * self.capacity_else;
     }
 
+    /// Looks at a candidate's load again, other shards' included: what they publish is a moment old, and a winner is not
+    /// passed over for a request that has ended. True if it is another one.
+    pub(super) fn look_again(&mut self, service: &Service, place: usize, loads: View<'_>) -> bool {
+        let load = loads.exact(service.endpoints[place].shared.slot).requests();
+        let before = std::mem::replace(&mut self.load[place], load);
+        self.total = self.total - u64::from(before) + u64::from(load);
+        load != before
+    }
+
     /// The candidates' places.
     pub(super) fn candidates(&self) -> impl Iterator<Item = usize> + Clone {
         self.candidate.iter().enumerate().filter(|(_, candidate)| **candidate).map(|(place, _)| place)
@@ -189,20 +197,4 @@ impl Rows {
 /// ⌈factor × total × own / (100 × sum)⌉, at least 1; the factor is in percent.
 pub(super) fn cap(factor: u32, total: u64, own: u64, sum: u64) -> u64 {
     (u64::from(factor) * total.min(TOTAL_MAX) * own).div_ceil(100 * sum.max(1)).max(1)
-}
-
-/// The load table as one shard reads it.
-pub(super) struct Loads<'a> {
-    shard: ShardId,
-    table: &'a LoadTable,
-}
-
-impl<'a> Loads<'a> {
-    pub(super) fn of_chooser(chooser: &Chooser<'a>) -> Self {
-        Loads { shard: chooser.shard, table: chooser.loads }
-    }
-
-    fn of(&self, slot: LoadSlot) -> Load {
-        self.table.seen_by(self.shard, slot)
-    }
 }

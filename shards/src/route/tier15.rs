@@ -8,6 +8,7 @@ use super::relief::{relief, seed};
 use super::rows::{Rows, Turn};
 use crate::ids::EndpointIndex;
 use crate::inventory::Run;
+use crate::load::View;
 use crate::service::{KvExact, MissReason, Service};
 
 /// Requests in flight up to which an endpoint gets more of what it is about to have, also where the fleet-wide cap is
@@ -15,7 +16,12 @@ use crate::service::{KvExact, MissReason, Service};
 const CLAIM_LOAD: u64 = 8;
 
 /// The decision by overlap or by what will be stored soon, or why there is none.
-pub(super) fn decide(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> Result<Decision, MissReason> {
+pub(super) fn decide(
+    service: &Service,
+    facts: &Facts<'_>,
+    turn: &mut Turn,
+    loads: View<'_>,
+) -> Result<Decision, MissReason> {
     let Some(kv) = &service.kv else { return Err(MissReason::ModeOff) };
     let (prompt_tokens, runs) = match facts.evidence {
         Evidence::None(reason) => return Err(reason),
@@ -33,7 +39,16 @@ pub(super) fn decide(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> R
     };
     let (winner, mut decision) = match claimed(kv, facts.claims, most, rows) {
         Some(claim) => (claim.endpoint.index(), prompt.by_claim(claim, None, rows)),
-        None => by_overlap(&prompt, most, rows, ties).ok_or(MissReason::NoWorker)?,
+        None => {
+            let mut found = by_overlap(&prompt, most, rows, ties);
+            let passed_over = found.as_ref().and_then(|(_, decision)| decision.spilled_from);
+            if let Some(passed_over) = passed_over
+                && rows.look_again(service, passed_over.index(), loads)
+            {
+                found = by_overlap(&prompt, most, rows, ties);
+            }
+            found.ok_or(MissReason::NoWorker)?
+        }
     };
     decision.best_tokens = blend::best(most, rows).map_or(0, |place| prompt.hit_at(place, rows).1);
     // What has nothing yet at the claimed endpoint is no hit, and is neither counted nor diverted.

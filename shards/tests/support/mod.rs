@@ -3,14 +3,16 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use shards::executor::{Aside, Rung};
 use shards::ids::{EndpointIndex, ServiceId, ShardId};
 use shards::limits::Limits;
 use shards::load::{LoadSlot, LoadTable};
+use shards::prompt::{Model, ModelFiles};
 use shards::service::{Endpoint, EndpointShared, Service, Tables};
 use shards::shard::{Command, ShardHandle, ShardOptions, spawn};
 
@@ -37,6 +39,20 @@ pub fn send(shard: &ShardHandle, command: Command) {
     shard.send(command).expect("the shard takes commands").wait(PATIENCE).expect("the command takes effect");
 }
 
+/// The tokenizer of the demo, which is part of this repository.
+pub fn model() -> Arc<Model> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../loadgen/assets/tokenizer/kvlane-demo");
+    let files = ModelFiles {
+        slug: "m".into(),
+        tokenizer: std::fs::read_to_string(path.join("tokenizer.json")).expect("the demo's tokenizer"),
+        path,
+        config: None,
+        template: None,
+        tool_template: None,
+    };
+    Arc::new(Model::load(&files, SystemTime::now).expect("a usable tokenizer"))
+}
+
 /// A service over endpoints that are up.
 pub fn service(id: u32, listen: SocketAddr, endpoints: &[SocketAddr]) -> Service {
     let shared = |index| EndpointShared::new(EndpointIndex(index as u16), LoadSlot(index as u32), 1);
@@ -60,6 +76,7 @@ impl Gateway {
             first_rung: rung,
             limits,
             loads: Arc::clone(&loads),
+            affinity: shards::affinity::Affinity::new().0,
             aside: Some(Aside::start().expect("a thread")),
         })
         .expect("the shard starts");

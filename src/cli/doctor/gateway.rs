@@ -6,9 +6,9 @@ use super::report::Report;
 use crate::cli::inquiry::Gateway;
 
 /// Asks the gateway for what it knows, and reports.
-pub(super) async fn check(gateway: &Gateway, report: &mut Report) {
+pub(super) fn check(gateway: &Gateway, report: &mut Report) {
     let subject = format!("gateway {}", gateway.url);
-    let parity = match gateway.get("/config/ai/kv/parity").await {
+    let parity = match gateway.get("/config/ai/kv/parity") {
         Ok(parity) => parity,
         Err(why) => {
             let fix = "give the address of [admin] listen; it answers only where it listens";

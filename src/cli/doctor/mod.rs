@@ -140,10 +140,10 @@ async fn examine(args: &DoctorArgs, config: Option<&Config>, report: &mut Report
         events::check(cases, listen, report).await;
     }
     if let Some(url) = &url {
-        gateway::check(url, report).await;
+        gateway::check(url, report);
     }
     if let Some(peer) = &peer {
-        peer::check(peer, url.as_ref(), config, report).await;
+        peer::check(peer, url.as_ref(), config, report);
     }
     Ok(())
 }

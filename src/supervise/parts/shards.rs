@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use shards::affinity::Affinity;
 use shards::executor::{Aside, Rung};
 use shards::ids::ShardId;
 use shards::limits::Limits;
@@ -81,6 +82,7 @@ pub(crate) struct Shards {
     ring_entries: u32,
     limits: Limits,
     loads: Arc<LoadTable>,
+    affinity: Arc<Affinity>,
     backlog: u32,
     /// Does for all shards what cannot be sliced; on the control core.
     aside: Aside,
@@ -96,12 +98,18 @@ struct Running {
 }
 
 impl Shards {
-    pub(super) fn start(config: &Config, plan: &Plan, loads: &Arc<LoadTable>) -> Result<Self, PartError> {
+    pub(super) fn start(
+        config: &Config,
+        plan: &Plan,
+        loads: &Arc<LoadTable>,
+        affinity: &Arc<Affinity>,
+    ) -> Result<Self, PartError> {
         let mut shards = Shards {
             running: Vec::with_capacity(plan.shards.len()),
             ring_entries: config.ring_entries,
             limits: config.limits.clone(),
             loads: Arc::clone(loads),
+            affinity: Arc::clone(affinity),
             backlog: config.listen_backlog,
             aside: Aside::start().map_err(PartError::AsideStart)?,
         };
@@ -121,6 +129,7 @@ impl Shards {
             first_rung: Rung::DeferTaskrun,
             limits: self.limits.clone(),
             loads: Arc::clone(&self.loads),
+            affinity: Arc::clone(&self.affinity),
             aside: Some(self.aside.clone()),
         };
         Ok(shard::spawn(options)?)

@@ -94,7 +94,7 @@ fn least_load_counts_what_waits_in_the_engines_and_equals_take_turns() {
     let queue = |fleet: &Fleet, index: usize, queued| fleet.service.endpoints[index].shared.engine.set_queued(queued);
     fleet.expect(&bare, 0, Tier::LeastLoad);
     // 1 + 5, 2 + 3, 3 + 0.
-    [(0, 5), (2, 3), (4, 0)].map(|(index, queued)| queue(&fleet, index, Some(queued)));
+    [(0, 5), (2, 3), (4, 0)].iter().for_each(|(index, queued)| queue(&fleet, *index, Some(*queued)));
     fleet.expect(&bare, 4, Tier::LeastLoad);
     // What is too old counts as the mean of the others: 1 + 5, 2 + 3, 3 + 4.
     queue(&fleet, 4, None);

@@ -103,8 +103,14 @@ fn every_reason_of_a_miss() {
     let mut plain = Fleet::new(2);
     plain.service.kv = None;
     check(&mut plain, LONG, &[(0, 3)], MissReason::ModeOff);
-    let told = Fleet::new(2).decide(Evidence::None(MissReason::TemplateMissing), &[]).unwrap();
-    assert_eq!(told.miss, Some(MissReason::TemplateMissing));
+
+    // The others are found out before there is anything to decide by, and are passed on.
+    let decided =
+        [MissReason::ModeOff, MissReason::Hashes, MissReason::NoWorker, MissReason::Excluded, MissReason::Shallow];
+    for reason in MissReason::ALL.into_iter().filter(|reason| !decided.contains(reason)) {
+        let told = Fleet::new(2).decide(Evidence::None(reason), &[]).expect("candidates");
+        assert_eq!((told.tier, told.miss), (Tier::Select, Some(reason)));
+    }
 }
 
 #[test]

@@ -3,25 +3,28 @@
 //! **Invariant.** A slice is bounded by [`SLICE_BYTES`] of text wherever the tokenizer has a proved cut; the keys are
 //! those of the whole prompt. A job may be dropped between any two slices.
 
-use std::borrow::Cow;
+mod opening;
+mod pending;
+
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokenizers::pipeline::PipelineToken;
 
-use super::body::{self, BodyView};
-use super::large::{self, Copying, IN_PLACE_BYTES, Made, Prepared, REMEMBERED_BYTES_MAX, Task};
-use super::memory::{Context, Mark, Memory, Start};
+use self::opening::Opening;
+pub use self::pending::{Begun, Glimpse, Pending};
+use super::Api;
+use super::body::BodyView;
+use super::large;
+use super::memory::{Mark, Memory};
 use super::model::Model;
-use super::prefix_cache::{self, PrefixCache, Strides};
-use super::recall::{self, Chat, Growing, Recalled};
-use super::request::{self, Prompt, Rendering, Source as PromptSource, Truncation};
+use super::prefix_cache::{PrefixCache, Strides};
+use super::request::{Prompt, Rendering, Source as PromptSource, Truncation};
 use super::tokenizer::PieceLengths;
-use super::{Api, glimpse, json};
 use crate::block::{Contract, ContractError, KeyStream, Lora, PromptExtras};
 use crate::ids::BlockKey;
-use crate::service::{Engine, MissReason};
+use crate::service::MissReason;
 
 /// Text of one slice, bytes: under 1 ms for texts that tokenize slowly (14 MB/s). Where the tokenizer has no proved cut in
 /// so many bytes the keys end.
@@ -30,7 +33,7 @@ pub const SLICE_BYTES: usize = 8 * 1024;
 /// encoding one cannot be interrupted.
 const RUN_BYTES_MAX: usize = 4 * 1024;
 /// Time after which a slice ends at the next mark: some texts tokenize ten times slower than others.
-const SLICE_TIME: Duration = Duration::from_micros(300);
+const SLICE_TIME: Duration = Duration::from_micros(150);
 /// Token ids read from a list in one slice.
 const SLICE_IDS: usize = 4096;
 /// Bytes of a list after which its slice ends, however few ids they spell.
@@ -50,10 +53,6 @@ const MARK_BYTES_LAST: usize = 48;
 const LAST_BYTES: usize = 4096;
 /// Piece of text without a special token, after which a cut of another kind is taken.
 const PLAIN_BYTES: usize = 2048;
-/// Begin of a large prompt by which it is known or not.
-const KNOWN_BEGIN_BYTES: usize = 32 * 1024;
-/// What two prompts may share by chance.
-const KNOWN_BYTES_MIN: usize = 1024;
 /// Remembered keys shown in one slice.
 const SLICE_KEYS: usize = 4096;
 
@@ -509,358 +508,6 @@ pub(super) const PIECE: PieceLengths = PieceLengths {
     max: SLICE_BYTES,
 };
 
-/// What became of a prompt's begin.
-#[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "one for each request, taken apart at once")]
-pub enum Begun<'o, 'a> {
-    /// Its job.
-    Job(Job<'a>),
-    /// Something has to be done first.
-    Pending(Pending<'o, 'a>),
-}
-
-/// A prompt that is too large to be read or rendered in one go.
-#[derive(Debug)]
-pub struct Pending<'o, 'a> {
-    opening: Opening<'o, 'a>,
-    raw: &'a str,
-    strides: Strides,
-    stage: Stage<'a>,
-    unknown: bool,
-}
-
-#[derive(Debug)]
-enum Stage<'a> {
-    Read(Copying<'a>),
-    Render { growing: Growing, special: bool },
-}
-
-/// A glimpse of a large prompt: a job over the text that it begins with.
-#[derive(Debug)]
-pub struct Glimpse<'a> {
-    /// Its keys.
-    pub job: Job<'a>,
-    /// Its text is sure to be the begin of the prompt's. Else only "nobody holds it" is to be believed.
-    pub certain: bool,
-    /// Bytes of the prompt's source for each byte of it, for an estimate of its tokens.
-    pub part: f64,
-}
-
-impl<'a> Pending<'_, 'a> {
-    /// The begin of the prompt, where nothing of it is remembered: if nobody holds it, the rest need not be read.
-    pub fn glimpse(&self) -> Option<Glimpse<'a>> {
-        if !self.unknown || self.opening.view.truncate_prompt_tokens.is_some() {
-            return None;
-        }
-        let Opening { api, view, model, rendering, keying, .. } = self.opening;
-        let (text, certain) = glimpse::text(api, view, self.raw, model, rendering)?;
-        let special = match api {
-            Api::ChatCompletions => body::flag(view.add_special_tokens, false)?,
-            _ => body::flag(view.add_special_tokens, true)?,
-        };
-        let mut opening = Opening::new(api, view, model, rendering, keying).ok()?;
-        opening.surround(special).ok()?;
-        let part = self.raw.len() as f64 / text.len() as f64;
-        let source = PromptSource::Text { text: Cow::Owned(text), special: false, whole: false };
-        let opened = opening.open_surrounded(source, &mut PrefixCache::new(0)).ok()?;
-        let mut job = opening.job(opened).ok()?;
-        // It is no prompt of its own, to be found again.
-        job.strides.clear();
-        job.is_chat = false;
-        Some(Glimpse { job, certain, part })
-    }
-
-    /// Does a slice of what must be done here before the task; whether all is done.
-    pub fn step(&mut self) -> bool {
-        match &mut self.stage {
-            Stage::Read(copying) => copying.step(),
-            Stage::Render { .. } => true,
-        }
-    }
-
-    /// What is to be done elsewhere.
-    pub fn task(&mut self) -> Task {
-        let Opening { api, view, model, rendering, .. } = self.opening;
-        match &mut self.stage {
-            Stage::Read(copying) => std::mem::take(copying).task(api, model, &rendering),
-            Stage::Render { growing, .. } => {
-                let messages = growing.memory.messages.clone();
-                Task::render(model, &rendering, messages, &growing.frame, view.tools.is_some())
-            }
-        }
-    }
-
-    /// The job, once the task is done.
-    ///
-    /// # Errors
-    /// The reason why the prompt cannot be keyed.
-    pub fn finish(self, prepared: Prepared, cache: &mut PrefixCache) -> Result<Job<'a>, MissReason> {
-        let Pending { mut opening, strides, stage, .. } = self;
-        let Opening { view, model, rendering, .. } = opening;
-        let opened = match (prepared.0, stage) {
-            (Made::Text { text, special, whole, truncation }, _) => {
-                opening.truncation = truncation;
-                let mut nothing = PrefixCache::new(0);
-                let cache = if text.len() > REMEMBERED_BYTES_MAX { &mut nothing } else { cache };
-                opening.open(PromptSource::Text { text: Cow::Owned(text), special, whole }, cache)?
-            }
-            (Made::Chat { raw, messages, frame, text }, _) => {
-                let special = body::flag(view.add_special_tokens, false).ok_or(MissReason::Tokenize)?;
-                let mut memory = Box::new(Memory::new(opening.context("chat"), opening.start()?));
-                memory.raw = raw;
-                memory.messages = messages;
-                memory.frame = Some(frame);
-                memory.text = text;
-                let strides = match memory.raw.len() {
-                    0..=REMEMBERED_BYTES_MAX => prefix_cache::strides(&memory.context, memory.raw.as_bytes()),
-                    _ => Strides::new(),
-                };
-                let memory = recall::made(cache, memory, &strides, model.tokenizer());
-                Opened::of_text(memory, strides, special)?
-            }
-            (Made::Rendered(text), Stage::Render { growing, special }) => {
-                let template = model.template(rendering.template, view.tools.is_some(), rendering.engine)?;
-                Opened::of_text(growing.finish(cache, text, model, template), strides, special)?
-            }
-            (Made::Rendered(_), Stage::Read(_)) => return Err(MissReason::Tokenize),
-        };
-        opening.job(opened)
-    }
-}
-
-/// A prompt on the way to its job.
-#[derive(Debug)]
-struct Opening<'o, 'a> {
-    api: Api,
-    view: &'o BodyView<'a>,
-    model: &'o Arc<Model>,
-    rendering: Rendering<'o>,
-    keying: Keying<'o>,
-    block_tokens: NonZeroU32,
-    extras: PromptExtras,
-    /// Tokens before the text.
-    prefix: Vec<u32>,
-    /// Special tokens go around the text.
-    special: bool,
-    truncation: Option<Truncation>,
-}
-
-/// What a job begins with.
-struct Opened<'a> {
-    memory: Box<Memory>,
-    strides: Strides,
-    source: Source<'a>,
-}
-
-impl<'o, 'a> Opening<'o, 'a> {
-    fn new(
-        api: Api,
-        view: &'o BodyView<'a>,
-        model: &'o Arc<Model>,
-        rendering: Rendering<'o>,
-        keying: Keying<'o>,
-    ) -> Result<Self, MissReason> {
-        let block_tokens = NonZeroU32::new(keying.block_tokens).ok_or(MissReason::Hashes)?;
-        let extras = extras(view, keying.lora)?;
-        let (prefix, special, truncation) = (Vec::new(), false, None);
-        Ok(Opening { api, view, model, rendering, keying, block_tokens, extras, prefix, special, truncation })
-    }
-
-    /// Puts special tokens before the text, or not.
-    fn surround(&mut self, special: bool) -> Result<(), MissReason> {
-        self.special = special;
-        if special {
-            self.prefix = self.model.prefix(self.rendering.add_bos);
-        }
-        // Which of the special tokens are cut away is the engine's affair.
-        if self.truncation.is_some() && !self.prefix.is_empty() { Err(MissReason::Tokenize) } else { Ok(()) }
-    }
-
-    /// Whether the prompt takes too long to be read in one go.
-    fn is_large(&self, raw: &str) -> bool {
-        match self.api {
-            Api::Completions | Api::Generate => large::is_large_text(raw),
-            _ => large::is_large(raw) || self.has_large_members(),
-        }
-    }
-
-    fn has_large_members(&self) -> bool {
-        let beside = self.view.members().into_iter().chain([self.view.system, self.view.instructions]);
-        beside.flatten().map(str::len).sum::<usize>() > IN_PLACE_BYTES
-    }
-
-    /// Whether a large prompt is read and rendered as a whole, not message by message.
-    fn is_read_whole(&self) -> bool {
-        match self.api {
-            Api::ChatCompletions => {
-                let engine = self.rendering.engine;
-                self.view.truncate_prompt_tokens.is_some()
-                    || (engine == Engine::Sglang && self.view.input_ids.is_none())
-            }
-            _ => true,
-        }
-    }
-
-    fn pending(self, raw: &'a str, strides: Strides, unknown: bool) -> Pending<'o, 'a> {
-        let stage = Stage::Read(Copying::new(self.view.body));
-        Pending { opening: self, raw, strides, stage, unknown }
-    }
-
-    /// A large chat: from what is remembered of it where little is new, else by a task.
-    fn open_large(self, raw: &'a str, special: bool, cache: &mut PrefixCache) -> Result<Begun<'o, 'a>, MissReason> {
-        if raw.len() > REMEMBERED_BYTES_MAX {
-            return Ok(Begun::Pending(self.pending(raw, Strides::new(), true)));
-        }
-        let context = self.context("chat");
-        // A prompt that was never seen is not worth a look at all of its bytes.
-        let begin = &raw.as_bytes()[..raw.len().min(KNOWN_BEGIN_BYTES)];
-        if cache.known(&context, &prefix_cache::strides(&context, begin), begin) < KNOWN_BYTES_MIN {
-            return Ok(Begun::Pending(self.pending(raw, Strides::new(), true)));
-        }
-        let strides = prefix_cache::strides(&context, raw.as_bytes());
-        let known = cache.known(&context, &strides, raw.as_bytes());
-        // Large members are part of every excerpt.
-        if known < KNOWN_BYTES_MIN || self.has_large_members() || large::is_large(&raw[raw.ceil_char_boundary(known)..])
-        {
-            let unknown = known <= IN_PLACE_BYTES;
-            return Ok(Begun::Pending(self.pending(raw, strides, unknown)));
-        }
-        let Opening { view, model, rendering, .. } = self;
-        let template = model.template(rendering.template, view.tools.is_some(), rendering.engine)?;
-        let chat = Chat { raw, view, model, template, rendering, large: true };
-        match recall::chat(cache, context, self.start()?, &strides, chat) {
-            Ok(Recalled::Ready(memory)) => {
-                let opened = Opened::of_text(memory, strides, special)?;
-                self.job(opened).map(Begun::Job)
-            }
-            Ok(Recalled::Growing(growing)) => {
-                let stage = Stage::Render { growing, special };
-                Ok(Begun::Pending(Pending { opening: self, raw, strides, stage, unknown: false }))
-            }
-            Err(MissReason::Media) => Ok(Begun::Pending(self.pending(raw, strides, false))),
-            Err(reason) => Err(reason),
-        }
-    }
-
-    /// The memory that the prompt begins with. Nothing is remembered of prompts of ids, nor of those that are cut off.
-    fn open(&mut self, source: PromptSource<'a>, cache: &mut PrefixCache) -> Result<Opened<'a>, MissReason> {
-        if let PromptSource::Text { special, .. } | PromptSource::Chat { special, .. } = source {
-            self.surround(special)?;
-        }
-        self.open_surrounded(source, cache)
-    }
-
-    fn open_surrounded(&self, source: PromptSource<'a>, cache: &mut PrefixCache) -> Result<Opened<'a>, MissReason> {
-        let start = self.start()?;
-        match source {
-            PromptSource::Ids(rest) if rest.trim_start().starts_with(']') => Err(MissReason::TextEmpty),
-            PromptSource::Ids(rest) => {
-                let memory = Box::new(Memory::new(self.context("ids"), start));
-                Ok(Opened { memory, strides: Strides::new(), source: Source::Ids(rest) })
-            }
-            PromptSource::Text { text, special, whole } => {
-                let is_cut_off = self.truncation.is_some();
-                let mut nothing = PrefixCache::new(0);
-                let cache = if is_cut_off { &mut nothing } else { cache };
-                let (memory, strides) = recall::text(cache, self.context("text"), start, text, self.model.tokenizer());
-                let strides = if is_cut_off { Strides::new() } else { strides };
-                Opened::of_text(memory, strides, special && whole)
-            }
-            PromptSource::Chat { raw, special } => {
-                let Opening { view, model, rendering, .. } = *self;
-                let template = model.template(rendering.template, view.tools.is_some(), rendering.engine)?;
-                let chat = Chat { raw, view, model, template, rendering, large: false };
-                let context = self.context("chat");
-                let strides = prefix_cache::strides(&context, raw.as_bytes());
-                match recall::chat(cache, context, start, &strides, chat) {
-                    Ok(Recalled::Ready(memory)) => Opened::of_text(memory, strides, special),
-                    // Nothing is left to others where nothing is large.
-                    Ok(Recalled::Growing(_)) => Err(MissReason::Tokenize),
-                    Err(MissReason::Media) => self.open_surrounded(request::whole_chat(view, model, rendering)?, cache),
-                    Err(reason) => Err(reason),
-                }
-            }
-        }
-    }
-
-    /// The job that begins so.
-    fn job(self, opened: Opened<'a>) -> Result<Job<'a>, MissReason> {
-        let Opened { memory, strides, source } = opened;
-        let mark = memory.marks.last().cloned().ok_or(MissReason::Hashes)?;
-        Ok(Job {
-            model: Arc::clone(self.model),
-            is_chat: matches!(self.api, Api::ChatCompletions | Api::Responses | Api::Messages)
-                && self.rendering.template.is_none(),
-            source,
-            memory,
-            strides,
-            extras: self.extras,
-            stream: mark.stream,
-            others: Vec::new(),
-            prefix: self.prefix,
-            special: self.special,
-            other_bos: None,
-            ids: None,
-            cut_off: self.truncation.map(|kept| CutOff { kept, open: Vec::new() }),
-            piece: Vec::new(),
-            scratch: Vec::new(),
-            taken: 0,
-            offered: 0,
-            tokens: mark.tokens,
-            bytes_done: mark.at as u64,
-            long_next: false,
-        })
-    }
-
-    /// The state before the first byte of a text.
-    fn start(&self) -> Result<Start, MissReason> {
-        let mut stream = KeyStream::new(self.keying.contract, &self.extras, self.block_tokens).map_err(|error| {
-            tracing::debug!(%error, "a request is routed without keys");
-            MissReason::Extras
-        })?;
-        let mut rest = &self.prefix[..];
-        let keys: Vec<BlockKey> = std::iter::from_fn(|| stream.next_key(&mut rest)).collect();
-        Ok(Start { mark: Mark { at: 0, tokens: self.prefix.len() as u64, keys: keys.len(), stream }, keys })
-    }
-
-    /// What decides over text and keys beside the prompt, for prompts found by their text or by their messages.
-    fn context(&self, found_by: &str) -> Context {
-        let Rendering { engine, template, kwargs, add_bos: _ } = self.rendering;
-        let lora = self.keying.lora.map(|lora| format!("{lora:?}"));
-        let front_end = format!("{engine:?} {found_by} {:?}", self.prefix);
-        let mut members = self.view.members().to_vec();
-        members.extend([lora.as_deref(), kwargs, Some(&front_end)]);
-        Context::new(self.model, template, self.keying.contract, self.block_tokens, &members)
-    }
-}
-
-impl Opened<'_> {
-    fn of_text(memory: Box<Memory>, strides: Strides, suffix: bool) -> Result<Self, MissReason> {
-        let mark = memory.marks.last().ok_or(MissReason::Hashes)?;
-        if memory.text.is_empty() && mark.tokens == 0 {
-            return Err(MissReason::TextEmpty);
-        }
-        let source = Source::Text { at: mark.at, suffix };
-        Ok(Opened { memory, strides, source })
-    }
-}
-
-/// What the request says beyond its tokens, the adapter included. A text that is empty says nothing.
-fn extras(view: &BodyView<'_>, lora: Option<&Lora>) -> Result<PromptExtras, MissReason> {
-    let text = |raw: Option<&str>| match raw.map(json::string) {
-        None => Ok(None),
-        Some(Ok(text)) => Ok(Some(text.into_owned()).filter(|text| !text.is_empty())),
-        // A list, one for each of several prompts.
-        Some(Err(_)) => Err(MissReason::Extras),
-    };
-    Ok(PromptExtras {
-        lora: lora.cloned(),
-        cache_salt: text(view.cache_salt)?,
-        extra_key: text(view.extra_key)?,
-        ..PromptExtras::default()
-    })
-}
-
 /// Whether a piece takes too long to encode: it mostly repeats one byte.
 fn is_long_run(piece: &[u8]) -> bool {
     piece.len() > RUN_BYTES_MAX
@@ -897,5 +544,4 @@ fn blanks(text: &str) -> usize {
 }
 
 #[cfg(test)]
-#[path = "job_tests.rs"]
 mod tests;

@@ -1,0 +1,160 @@
+//! What every request passes before its handler: how many there may be, who asks, what they may do; and what is written
+//! down of changes.
+
+use std::net::SocketAddr;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use axum::extract::connect_info::{ConnectInfo, Connected};
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware::Next;
+use axum::response::Response;
+use axum::serve::IncomingStream;
+use tracing::info;
+
+use crate::access::{Role, Tokens};
+
+use super::accept::Bounded;
+use super::answers::refusal;
+use super::{BASE, Context};
+
+/// Requests per second that are answered in the long run, from all clients together. Beyond it: 429.
+pub(super) const REQUESTS_PER_SECOND_MAX: f64 = 1000.0;
+/// Requests that may come at once.
+const BURST_MAX: f64 = 2000.0;
+
+/// What anybody may ask for, as in the reference.
+const OPEN: [&str; 3] = ["/version", "/meta", "/metrics"];
+
+/// Who is at the other end.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Peer(SocketAddr);
+
+impl Connected<IncomingStream<'_, Bounded>> for Peer {
+    fn connect_info(stream: IncomingStream<'_, Bounded>) -> Self {
+        Peer(*stream.remote_addr())
+    }
+}
+
+/// Requests still allowed, refilled with time.
+#[derive(Debug)]
+pub(super) struct Rate(Mutex<(f64, Instant)>);
+
+impl Default for Rate {
+    fn default() -> Self {
+        Rate(Mutex::new((BURST_MAX, Instant::now())))
+    }
+}
+
+impl Rate {
+    /// Takes one; false where there is none left.
+    fn take(&self, now: Instant) -> bool {
+        // Two numbers are read and written under the lock.
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (left, since) = *state;
+        let refilled = left + now.saturating_duration_since(since).as_secs_f64() * REQUESTS_PER_SECOND_MAX;
+        let left = refilled.min(BURST_MAX);
+        let allowed = left >= 1.0;
+        *state = (if allowed { left - 1.0 } else { left }, now);
+        allowed
+    }
+}
+
+/// Lets a request through, or answers it; a change that went through is written down, without its body.
+pub(super) async fn guard(State(context): State<Context>, request: Request, next: Next) -> Response {
+    if !context.rate.take(Instant::now()) {
+        let mut response = refusal(StatusCode::TOO_MANY_REQUESTS, "too many requests to the management API");
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        return response;
+    }
+    let changes = !matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
+    let tokens = context.access.as_ref().and_then(|access| access.tokens());
+    let who = match allowed(tokens.as_deref(), &request, changes) {
+        Ok(who) => who,
+        Err(response) => return *response,
+    };
+    if !changes {
+        return next.run(request).await;
+    }
+    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let peer = request.extensions().get::<ConnectInfo<Peer>>().map(|ConnectInfo(Peer(address))| *address);
+    let response = next.run(request).await;
+    let status = response.status().as_u16();
+    info!(target: "kvlane::audit", %method, path, status, who, peer = ?peer, "management API");
+    response
+}
+
+/// Who asks, if they may.
+fn allowed(tokens: Option<&Tokens>, request: &Request, changes: bool) -> Result<String, Box<Response>> {
+    let Some(tokens) = tokens else {
+        // Nobody is asked who they are: a page in a browser of this host could ask as well as anybody.
+        return match changes && request.headers().contains_key(header::ORIGIN) {
+            true => {
+                let what = "pages in browsers may change nothing while there is no token file ([admin] tokens)";
+                Err(Box::new(refusal(StatusCode::FORBIDDEN, what)))
+            }
+            false => Ok("-".to_owned()),
+        };
+    };
+    let open = |path: &str| OPEN.contains(&path);
+    if !changes && request.uri().path().strip_prefix(BASE).is_some_and(open) {
+        return Ok("-".to_owned());
+    }
+    match token_of(request.headers()).and_then(|token| tokens.who(token)) {
+        None => {
+            let what = "a token is needed: send \"Authorization: Bearer TOKEN\"";
+            let mut response = refusal(StatusCode::UNAUTHORIZED, what);
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            Err(Box::new(response))
+        }
+        Some((name, Role::Viewer)) if changes => {
+            Err(Box::new(refusal(StatusCode::FORBIDDEN, &format!("{name} is a viewer: only GET is allowed"))))
+        }
+        Some((name, _)) => Ok(name.to_owned()),
+    }
+}
+
+/// The token of a request, with or without the word before it: the reference's older client sends it bare.
+fn token_of(headers: &HeaderMap) -> Option<&str> {
+    let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?.trim();
+    let bearer = value.get(..7).filter(|word| word.eq_ignore_ascii_case("bearer "));
+    let token = if bearer.is_some() { value[7..].trim() } else { value };
+    (!token.is_empty()).then_some(token)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn requests_beyond_the_burst_are_refused_until_time_has_passed() {
+        let rate = Rate::default();
+        let start = Instant::now();
+        let taken = (0..).take_while(|_| rate.take(start)).count();
+        assert_eq!(taken, BURST_MAX as usize);
+        assert!(!rate.take(start));
+        let second = start + Duration::from_secs(1);
+        assert_eq!((0..).take_while(|_| rate.take(second)).count(), REQUESTS_PER_SECOND_MAX as usize);
+    }
+
+    #[test]
+    fn a_token_comes_with_or_without_bearer() {
+        for (value, token) in [
+            ("Bearer abc", Some("abc")),
+            ("bearer  abc ", Some("abc")),
+            ("abc", Some("abc")),
+            ("", None),
+            ("Bearer ", None),
+            ("é", None),
+        ] {
+            let mut headers = HeaderMap::new();
+            if let Ok(value) = HeaderValue::from_str(value) {
+                headers.insert(header::AUTHORIZATION, value);
+            }
+            assert_eq!(token_of(&headers), token, "{value:?}");
+        }
+    }
+}

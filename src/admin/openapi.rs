@@ -1,0 +1,165 @@
+//! The OpenAPI document: made from the list of operations and the table of a rule's options, so that it says what is.
+
+use axum::Json;
+use axum::response::{IntoResponse, Response};
+use serde_json::{Map, Value, json};
+
+use crate::rules::table::{self, Kind, Member};
+
+use super::BASE;
+use super::routes::{Operation, operations};
+
+pub(super) async fn document() -> Response {
+    Json(whole()).into_response()
+}
+
+/// The document.
+pub(super) fn whole() -> Value {
+    let mut paths = Map::new();
+    for operation in operations() {
+        let path = paths.entry(operation.path).or_insert_with(|| json!({}));
+        path[operation.method] = show(&operation);
+    }
+    json!({
+        "openapi": "3.1.0",
+        "info": {
+            "title": "kvlane management API",
+            "version": env!("CARGO_PKG_VERSION"),
+            "description": "Rules, endpoints and caches of a kvlane gateway. Names of members match in any case; \
+                            unknown ones are passed over and named in `warnings`."
+        },
+        "servers": [{"url": BASE}],
+        "security": [{}, {"bearer": []}],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            "schemas": schemas(),
+        },
+    })
+}
+
+fn reference(name: &str) -> Value {
+    json!({"$ref": format!("#/components/schemas/{name}")})
+}
+
+fn show(operation: &Operation) -> Value {
+    let in_path = operation.path.split('/').filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'));
+    let path = in_path.map(|name| {
+        let kind = if matches!(name, "port" | "portmax") { "integer" } else { "string" };
+        json!({"name": name, "in": "path", "required": true, "schema": {"type": kind}})
+    });
+    let query = operation.query.iter().map(|query| {
+        json!({"name": query.name, "in": "query", "required": query.required, "description": query.says,
+               "schema": {"type": query.kind}})
+    });
+    let answer = match operation.answer {
+        Some(name) => json!({"description": "Done", "content": {"application/json": {"schema": reference(name)}}}),
+        None => {
+            json!({"description": "A text", "content": {"application/openmetrics-text": {"schema": {"type": "string"}}}})
+        }
+    };
+    let error = json!({"description": "Refused", "content": {"application/json": {"schema": reference("Error")}}});
+    let mut value = json!({
+        "summary": operation.summary,
+        "operationId": operation_id(operation),
+        "parameters": path.chain(query).collect::<Vec<_>>(),
+        "responses": {"200": answer, "default": error},
+    });
+    if let Some(body) = operation.body {
+        value["requestBody"] = json!({"required": true, "content": {"application/json": {"schema": reference(body)}}});
+    }
+    value
+}
+
+fn operation_id(operation: &Operation) -> String {
+    let path = operation.path.replace(['/', '.'], "_").replace(['{', '}'], "");
+    format!("{}{path}", operation.method)
+}
+
+fn object(properties: Value, required: &[&str]) -> Value {
+    json!({"type": "object", "properties": properties, "required": required})
+}
+
+fn list_of(items: Value) -> Value {
+    json!({"type": "array", "items": items})
+}
+
+fn schemas() -> Value {
+    let (text, int, flag) = (json!({"type": "string"}), json!({"type": "integer"}), json!({"type": "boolean"}));
+    let texts = list_of(text.clone());
+    let rule = object(
+        json!({
+            "serviceArguments": options(table::SERVICE, &["externalIP", "port"]),
+            "endpoints": {"type": "array", "items": options(table::ENDPOINT, &["endpointIP", "targetPort"])},
+            "secondaryIPs": {"type": ["array", "null"]},
+            "allowedSources": {"type": ["array", "null"]},
+        }),
+        &["serviceArguments", "endpoints"],
+    );
+    json!({
+        "Anything": {},
+        "Success": object(json!({"result": {"type": "string"}, "warnings": texts}), &["result"]),
+        "Error": {"anyOf": [
+            object(json!({"code": int, "message": text, "result": text}), &["code", "message", "result"]),
+            object(json!({"error": text}), &["error"]),
+        ]},
+        "LoadbalanceEntry": rule,
+        "LoadbalanceList": object(json!({"lbAttr": list_of(reference("LoadbalanceEntry"))}), &["lbAttr"]),
+        "LoadbalanceStatus": object(json!({
+            "adminStateUp": flag,
+            "operatingStatus": {"type": "string", "enum": ["ONLINE", "OFFLINE", "DEGRADED", "ERROR", "NO_MONITOR"]},
+            "lastUpdated": text,
+        }), &["adminStateUp", "operatingStatus", "lastUpdated"]),
+        "LoadbalanceStats": object(json!({"activeConnections": int, "totalConnections": int}),
+            &["activeConnections", "totalConnections"]),
+        "Inventory": object(json!({
+            "service_id": int, "ep_idx": int, "hash_algo": text, "total": int, "next_cursor": text,
+            "blocks": list_of(object(json!({"block_idx": int, "hash_uint64": int}), &["block_idx", "hash_uint64"])),
+        }), &["service_id", "ep_idx", "hash_algo", "total"]),
+        "EndpointHost": object(json!({
+            "hostName": text, "name": text, "inactiveReTries": int, "probeType": text, "probeReq": text,
+            "probeResp": text, "probeDuration": int, "probePort": int, "minDelay": text, "avgDelay": text,
+            "maxDelay": text, "currState": text,
+        }), &["hostName"]),
+        "EndpointList": object(json!({"Attr": list_of(reference("EndpointHost"))}), &["Attr"]),
+        "EndpointHostState": object(json!({
+            "hostName": text, "epPort": int, "epProto": text,
+            "state": {"type": "string", "enum": ["green", "yellow", "red"]},
+        }), &["hostName", "state"]),
+        "MetricsSetting": object(json!({"prometheus": flag}), &["prometheus"]),
+        "Params": object(json!({"logLevel": text}), &["logLevel"]),
+        "Snapshot": object(json!({"version": int, "lbAttr": list_of(reference("LoadbalanceEntry"))}), &["lbAttr"]),
+        "Restored": object(json!({
+            "result": text, "mode": text,
+            "difference": object(json!({"added": texts, "removed": texts, "changed": {"type": "array"}}),
+                &["added", "changed", "removed"]),
+        }), &["result", "mode", "difference"]),
+        "Ready": object(json!({"ready": flag, "draining": flag, "rules": {"type": "array"},
+            "shards": {"type": "array"}}), &["ready", "draining", "rules", "shards"]),
+        "Capabilities": object(json!({"capabilities": list_of(object(json!({
+            "name": text, "ready": flag, "reason": text, "reason_code": text,
+        }), &["name", "ready", "reason", "reason_code"]))}), &["capabilities"]),
+        "Version": object(json!({"version": text, "buildInfo": text, "product": text}), &["version", "buildInfo"]),
+        "Meta": object(json!({"product": text, "version": text, "apiVersion": text, "authentication": text}),
+            &["product", "version", "apiVersion", "authentication"]),
+    })
+}
+
+/// The schema of a table of options.
+fn options(options: &[Member], required: &[&str]) -> Value {
+    let property = |option: &Member| (option.name.to_owned(), schema(option));
+    object(Value::Object(options.iter().map(property).collect()), required)
+}
+
+fn schema(option: &Member) -> Value {
+    let mut schema = match option.kind {
+        Kind::Int(min, max) => json!({"type": "integer", "minimum": min, "maximum": max}),
+        Kind::Flag => json!({"type": "boolean"}),
+        Kind::Text => json!({"type": "string"}),
+        Kind::OneOf(values) => json!({"type": "string", "enum": values}),
+        Kind::List => json!({"type": ["array", "null"]}),
+        Kind::Object => json!({"type": ["object", "null"]}),
+    };
+    schema["description"] = json!(option.says);
+    schema
+}

@@ -1,0 +1,200 @@
+//! Spills, seeds and watchdog counted by a whole gateway, against a model of a few lines that has seen the same requests.
+
+mod common;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use common::client::{self, Connection};
+use common::engines::{Gate, Persona, StubEngine};
+use common::fleet::{self, EngineProcess};
+use common::gateway::{Gateway, Options};
+use common::{Scratch, free_port, wait_for};
+use serde_json::{Value, json};
+
+#[test]
+fn engine_process() {
+    fleet::run_as_engine();
+}
+
+const MODEL: &str = "kvlane/demo";
+
+fn completion(text: &str) -> Value {
+    json!({"model": MODEL, "prompt": text.repeat(40), "max_tokens": 1})
+}
+
+/// Three endpoints that hold their answers back. The events of the first are those of an engine that has one prompt; the
+/// others have none.
+struct Pool {
+    gateway: Gateway,
+    port: u16,
+    stubs: Vec<StubEngine>,
+    gates: Vec<Arc<Gate>>,
+    _engine: EngineProcess,
+    _tokenizers: Scratch,
+}
+
+const HELD: &str = "What the engine has is this sentence, over and over again. ";
+
+impl Pool {
+    fn start(rule: &str) -> Self {
+        let engine = EngineProcess::start("--seed 0 --time-scale 0");
+        assert_eq!(client::post(engine.address, "/v1/completions", &completion(HELD)).status, 200);
+        let gates: Vec<Arc<Gate>> = (0..3).map(|_| Arc::default()).collect();
+        let stub =
+            |gate: &Arc<Gate>| StubEngine::start_as(Persona { gate: Some(Arc::clone(gate)), ..Persona::default() });
+        let stubs: Vec<_> = gates.iter().map(stub).collect();
+        let (port, tokenizers) = (free_port(), fleet::tokenizers());
+        let mut config = fleet::rule(port, &tokenizers, &[]).replace("kvBlockSize", &format!("{rule}kvBlockSize"));
+        for (index, stub) in stubs.iter().enumerate() {
+            let (event, replay) =
+                if index == 0 { (engine.event_port, engine.replay_port) } else { (stub.event_port, free_port()) };
+            config.push_str(&format!(
+                "[[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {}\nweight = 1\nkvZmqPort = {event}\n\
+                 kvReplayPort = {replay}\n\n",
+                stub.address.port()
+            ));
+        }
+        let config = format!("[shards]\ncount = 1\n\n{config}");
+        let gateway = Gateway::start(Options { config, ..Options::default() });
+        let pool = Pool { gateway, port, stubs, gates, _engine: engine, _tokenizers: tokenizers };
+        wait_for("the first endpoint's blocks are those of the engine", || {
+            let keys = pool._engine.keys();
+            (!keys.is_empty() && pool.gateway.inventory(0, 0) == keys).then_some(())
+        });
+        // The first request for a model asks for its tokenizer.
+        let (_, first) = pool.open("warm up");
+        pool.gates[first].release();
+        wait_for("the tokenizer is loaded", || {
+            let status = pool.gateway.api("/status/ready").json();
+            status["models"].as_array()?.iter().any(|m| m["state"] == "ready").then_some(())
+        });
+        pool.settle(&[0; 3]);
+        pool
+    }
+
+    /// Sends a request on a connection of its own; returns when its answer has begun, with the endpoint that has it.
+    fn open(&self, text: &str) -> (Connection, usize) {
+        let before = self.seen();
+        let address: SocketAddr = ([127, 0, 0, 1], self.port).into();
+        let mut connection = Connection::open(address).expect("the gateway accepts");
+        let body = completion(text).to_string();
+        connection.request("POST", "/v1/completions", &[("Connection", "close")], body.as_bytes()).expect("sent");
+        assert_eq!(connection.head().expect("an answer").status, 200);
+        let after = self.seen();
+        let endpoint = (0..3).find(|endpoint| after[*endpoint] > before[*endpoint]).expect("some endpoint has it");
+        (connection, endpoint)
+    }
+
+    fn seen(&self) -> Vec<usize> {
+        self.stubs.iter().map(|stub| stub.seen().len()).collect()
+    }
+
+    fn of_endpoint(&self, metric: &str, endpoint: usize) -> u64 {
+        let value = self.gateway.metric(metric, &[("service", "0"), ("ep_idx", &endpoint.to_string())]);
+        value.unwrap_or_else(|| panic!("{metric} of {endpoint}")) as u64
+    }
+
+    fn all_of(&self, metric: &str) -> [u64; 3] {
+        [0, 1, 2].map(|endpoint| self.of_endpoint(metric, endpoint))
+    }
+
+    /// Waits until so many requests are in flight.
+    fn settle(&self, loads: &[u64; 3]) {
+        wait_for("the gateway's loads are the requests under way", || {
+            (self.all_of("kvlane_endpoint_in_flight") == *loads).then_some(())
+        });
+    }
+}
+
+/// What a gateway must do with hits of the first endpoint, beside two that have nothing.
+#[derive(Default)]
+struct Truth {
+    loads: [u64; 3],
+    ticks: u64,
+    hits: [u64; 3],
+    spills: [u64; 3],
+    seeds: [u64; 3],
+}
+
+impl Truth {
+    fn hit(&mut self, factor: u64, every: u64) -> usize {
+        let cap = (factor * self.loads.iter().sum::<u64>()).div_ceil(300).max(1);
+        let below = (0..3).filter(|endpoint| self.loads[*endpoint] < cap);
+        let relieving = below.min_by_key(|endpoint| (self.loads[*endpoint], *endpoint));
+        let spilled = relieving.filter(|_| self.loads[0] >= cap);
+        self.ticks += 1;
+        // The first of the cold ones.
+        let seeded = self.ticks.is_multiple_of(every).then_some(1);
+        let chosen = seeded.or(spilled).unwrap_or(0);
+        self.hits[chosen] += 1;
+        self.spills[chosen] += u64::from(spilled.is_some());
+        self.seeds[chosen] += u64::from(seeded.is_some());
+        self.loads[chosen] += 1;
+        chosen
+    }
+}
+
+#[test]
+fn spills_and_seeds_are_those_of_the_model_request_by_request() {
+    let pool = Pool::start("kvColdstartSeedN = 4\nkvMeanLoadFactor = 150\n");
+    let mut truth = Truth::default();
+    let mut open: [Vec<Connection>; 3] = Default::default();
+    for number in 0..48 {
+        let expected = truth.hit(150, 4);
+        let (connection, endpoint) = pool.open(HELD);
+        assert_eq!(endpoint, expected, "request {number}, loads {:?}", truth.loads);
+        open[endpoint].push(connection);
+        // Answers end in an order of their own: one at the busiest, then two at whoever comes round.
+        let ends = match number % 4 {
+            1 => vec![(0..3).max_by_key(|endpoint| truth.loads[*endpoint]).expect("three")],
+            3 => vec![number % 3, (number / 4) % 3],
+            _ => Vec::new(),
+        };
+        for endpoint in ends {
+            if truth.loads[endpoint] > 0 {
+                pool.gates[endpoint].release();
+                truth.loads[endpoint] -= 1;
+            }
+        }
+        pool.settle(&truth.loads);
+    }
+    assert!(truth.spills.iter().sum::<u64>() > 5 && truth.seeds[1] == 12, "the run shows both");
+    assert_eq!(pool.all_of("loxilb_pd_kv_tier15_hits_total"), truth.hits);
+    assert_eq!(pool.all_of("loxilb_pd_kv_tier15_spills_total"), truth.spills);
+    assert_eq!(pool.all_of("loxilb_pd_kv_tier15_cold_seeds_total"), truth.seeds);
+    for (endpoint, load) in truth.loads.iter().enumerate() {
+        (0..*load).for_each(|_| pool.gates[endpoint].release());
+    }
+    pool.settle(&[0; 3]);
+}
+
+#[test]
+fn the_watchdog_counts_each_run_of_repeated_prompts_without_a_hit() {
+    let pool = Pool::start("kvZeroHitN = 5\nkvColdstartSeedN = 0\nkvSpillRelief = false\n");
+    let fired =
+        || pool.gateway.metric("loxilb_pd_kv_zero_hit_watchdog_total", &[("service_id", "0")]).expect("a series");
+    let missed = || {
+        let labels = [("service", "0"), ("reason", "no_worker")];
+        pool.gateway.metric("loxilb_pd_kv_tier15_miss_reason_total", &labels).expect("a series")
+    };
+    let ask = |text: &str| {
+        let (mut connection, endpoint) = pool.open(text);
+        pool.gates[endpoint].release();
+        while connection.chunk().expect("the answer goes on").is_some() {}
+        endpoint
+    };
+    assert_eq!((fired(), missed()), (0.0, 0.0));
+    // The first proves nothing; the 5th, 10th, 15th and 20th repetition end a run each.
+    (0..24).for_each(|_| _ = ask("Nobody has this one, however often it comes. "));
+    assert_eq!((fired(), missed()), (4.0, 24.0));
+    // A hit ends the run of three.
+    assert_eq!(ask(HELD), 0);
+    (0..4).for_each(|_| _ = ask("Nobody has this one, however often it comes. "));
+    assert_eq!((fired(), missed()), (4.0, 28.0));
+    ask("Nobody has this one, however often it comes. ");
+    assert_eq!((fired(), missed()), (5.0, 29.0));
+    // Prompts that come once say nothing.
+    (0..9).for_each(|number| _ = ask(&format!("Number {number} comes once and never again. ")));
+    assert_eq!((fired(), missed()), (5.0, 38.0));
+}
