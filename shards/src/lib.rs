@@ -8,6 +8,7 @@ pub mod affinity;
 pub mod belief;
 pub mod block;
 pub mod bos;
+pub mod claims;
 pub mod executor;
 pub mod feedback;
 pub mod http;

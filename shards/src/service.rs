@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
@@ -227,6 +228,8 @@ pub struct KvExact {
     pub seed_min_blocks: u32,
     /// So many repeated prompts in a row without a hit are worth a warning (`LOXILB_KV_ZERO_HIT_N`).
     pub zero_hit_every: u32,
+    /// How long a request under way counts as what its endpoint will hold (`kvClaimMs`); zero = not at all.
+    pub claim_for: Duration,
     /// The service's inventory, to be read.
     pub inventory: inventory::ReaderFactory,
 }
@@ -257,6 +260,7 @@ impl KvExact {
             seed_every: 16,
             seed_min_blocks: 16,
             zero_hit_every: 50,
+            claim_for: Duration::from_secs(2),
             inventory,
         }
     }
@@ -556,6 +560,10 @@ pub struct EndpointShared {
     takes_ids: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
+    /// Times it was taken out.
+    downs: AtomicU32,
+    /// Times its caches were emptied; written by the ingest thread.
+    pub emptied: AtomicU32,
     /// Answers of status 500 or more since the last one below 400.
     origin_errors: AtomicU32,
     /// The breaker is open: the endpoint is out, and stays so for longer than one that was not there for a moment.
@@ -593,6 +601,8 @@ impl EndpointShared {
             up: AtomicBool::new(true),
             takes_ids: AtomicBool::new(false),
             connect_failures: AtomicU32::new(0),
+            downs: AtomicU32::new(0),
+            emptied: AtomicU32::new(0),
             origin_errors: AtomicU32::new(0),
             tripped: AtomicBool::new(false),
             heals: AtomicU64::new(0),
@@ -675,7 +685,17 @@ impl EndpointShared {
 
     /// Takes the endpoint out; true if it was in.
     pub fn mark_down(&self) -> bool {
-        self.up.swap(false, Ordering::Relaxed)
+        let was_up = self.up.swap(false, Ordering::Relaxed);
+        if was_up {
+            self.downs.fetch_add(1, Ordering::Relaxed);
+        }
+        was_up
+    }
+
+    /// Changes whenever what was claimed of its caches is void.
+    #[must_use]
+    pub fn epoch(&self) -> u32 {
+        self.downs.load(Ordering::Relaxed).wrapping_add(self.emptied.load(Ordering::Relaxed))
     }
 
     /// Takes the endpoint back in; true if it was out.

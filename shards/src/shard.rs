@@ -20,6 +20,7 @@ use crossbeam::queue::ArrayQueue;
 use monoio::io::Canceller;
 
 use crate::affinity::Affinity;
+use crate::claims::Claims;
 use crate::executor::{self, Aside, Meter, Refusal, Ring, Rung, pin, visit_ns};
 use crate::ids::ShardId;
 use crate::limits::Limits;
@@ -52,6 +53,8 @@ pub struct ShardOptions {
     pub limits: Limits,
     /// In-flight counts of the process.
     pub loads: Arc<LoadTable>,
+    /// What requests under way will have stored, of the process.
+    pub claims: Arc<Claims>,
     /// Where the process's sessions were sent.
     pub affinity: Arc<Affinity>,
     /// The thread for work that cannot be sliced; without one the shard does it itself.
@@ -272,7 +275,14 @@ fn run(options: ShardOptions, status: &Arc<ShardStatus>, queue: Arc<Queue>, star
         }
     };
     let _heard = started.send(Ok(()));
-    let proxy = Rc::new(Proxy::new(options.id, options.limits, options.loads, &options.affinity, options.aside));
+    let proxy = Rc::new(Proxy::new(
+        options.id,
+        options.limits,
+        options.loads,
+        options.claims,
+        &options.affinity,
+        options.aside,
+    ));
     let shard = Rc::new(Shard { proxy, status: Arc::clone(status), listeners: RefCell::default() });
     let main = serve(Rc::clone(&shard), Arc::clone(&queue));
     let ended = executor::run(&mut ring, Arc::clone(&status.meter), main);

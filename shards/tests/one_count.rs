@@ -52,6 +52,7 @@ impl Shards {
                 limits: limits(),
                 loads: Arc::clone(&loads),
                 affinity: shards::affinity::Affinity::new().0,
+                claims: Arc::default(),
                 aside: Some(Aside::start().expect("a thread")),
             })
             .expect("the shard starts");

@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 
 /// Whether the host holds the address now: a rule may be for one that only comes with a failover, and until then
 /// nobody can connect to it. Asking the kernel costs one socket that sends nothing.
-pub(crate) fn is_held(address: IpAddr) -> bool {
+pub(super) fn is_held(address: IpAddr) -> bool {
     // Without IP_FREEBIND, which a fresh socket does not have, only an address of the host can be bound.
     address.is_unspecified() || UdpSocket::bind(SocketAddr::new(address, 0)).is_ok()
 }

@@ -10,6 +10,7 @@ mod addresses;
 mod answers;
 mod ask;
 mod contract;
+mod explain;
 mod guard;
 mod hosts;
 mod inventory;
@@ -43,7 +44,6 @@ use crate::rules::KvDefaults;
 use crate::supervise::{BindError, Control};
 
 pub(crate) use accept::CONNECTIONS_MAX;
-pub(crate) use addresses::is_held;
 pub(crate) use metrics::{Families, Labels};
 
 /// Largest body of a request, bytes; 1,024 endpoints need a fifth of it. Beyond it: 413.

@@ -5,8 +5,8 @@ use axum::handler::Handler;
 use axum::routing::{MethodRouter, delete, get, patch, post};
 
 use super::{
-    Context, SNAPSHOT_BYTES_MAX, contract, hosts, inventory, metrics, openapi, parity, post, process, rules, settings,
-    snapshot, status,
+    Context, SNAPSHOT_BYTES_MAX, contract, explain, hosts, inventory, metrics, openapi, parity, post, process, rules,
+    settings, snapshot, status,
 };
 
 /// One method of one path.
@@ -165,6 +165,11 @@ fn of_caches() -> Vec<Operation> {
         query("cursor", "string", "next_cursor of the page before"),
         query("summary", "integer", "1 leaves out the keys"),
     ];
+    const REQUEST: &[Query] = &[
+        query("path", "string", "The request's path; /v1/chat/completions where absent"),
+        query("host", "string", "The request's host"),
+        query("service_id", "integer", "The rule; else the oldest that fits"),
+    ];
     const ONE_RULE: &[Query] = &[query("service_id", "integer", "Only this rule")];
     const NONCE: &[Query] = &[needed("nonce", "string", "64 hex digits, drawn at random")];
     vec![
@@ -172,6 +177,11 @@ fn of_caches() -> Vec<Operation> {
             .asks(INVENTORY)
             .answers("Inventory")
             .says("The keys that an endpoint's engine has announced"),
+        writes("/config/ai/kv/explain", explain::explain)
+            .asks(REQUEST)
+            .takes("Anything")
+            .answers("Anything")
+            .says("What would be done with a request, which is the body; nothing is sent"),
         reads("/config/ai/kv/parity", parity::report)
             .asks(ONE_RULE)
             .answers("Anything")

@@ -39,6 +39,15 @@ pub(super) async fn watch(path: PathBuf, mut now: Config, control: Control, log:
     }
 }
 
+/// Without a file SIGHUP asks for nothing, and must not end the process.
+pub(super) async fn nothing_to_read() {
+    if let Ok(mut hangup) = signal(SignalKind::hangup()) {
+        while hangup.recv().await.is_some() {
+            info!("SIGHUP: there is no configuration file to read again");
+        }
+    }
+}
+
 async fn read_again(path: &Path, now: &mut Config, control: &Control, log: &LogSwitch) {
     let (file, defaults) = (path.to_owned(), now.kv_defaults.clone());
     let read = tokio::task::spawn_blocking(move || Config::read(&file, &defaults, None)).await;

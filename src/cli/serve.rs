@@ -189,9 +189,10 @@ pub async fn run(
         warn!(address = %reached.admin, "the management API can be reached from other hosts, and asks nobody who they are");
     }
     doors.spawn(access.watch());
-    if let Some(file) = file {
-        doors.spawn(reload::watch(file, config, control, log));
-    }
+    match file {
+        Some(file) => doors.spawn(reload::watch(file, config, control, log)),
+        None => doors.spawn(reload::nothing_to_read()),
+    };
     info!(management = %reached.admin, "serving");
     if let Some(ready) = ready {
         // Whoever asked may have stopped waiting.

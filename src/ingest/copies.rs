@@ -63,6 +63,8 @@ pub(crate) enum Op {
     Store(BlockKey),
     /// The holder no longer has the block.
     Remove(BlockKey),
+    /// The next block stored follows this one in prompts, or none.
+    Follow(Option<BlockKey>),
     /// The holder has nothing now.
     Clear,
     /// The holder has nothing now, and what it has from now on is keyed so.
@@ -428,6 +430,7 @@ impl Copies {
             keys.clear();
             keys.extend(stored.keys.iter());
         }
+        op(Op::Follow(stored.parent.and_then(|parent| self.ranks[rank].counted(parent))));
         for some in keys.chunks(KEYS_AHEAD) {
             self.touch(some);
             some.iter().for_each(|key| self.add(rank, group, *key, again, stats, op));
@@ -506,7 +509,10 @@ impl Copies {
     ) {
         match self.ranks[rank].add(group, key, again) {
             Change::First => self.first_copy(rank, group, key, stats, op),
-            _ => add(&stats.duplicates, 1),
+            _ => {
+                add(&stats.duplicates, 1);
+                op(Op::Follow(Some(key)));
+            }
         }
     }
 

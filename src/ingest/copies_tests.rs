@@ -161,6 +161,7 @@ impl Bench {
         let (holder, wide) = (&mut self.holders[rank], &mut self.wide);
         self.copies.apply(rank, &batch(events), &self.stats, &mut |op| match op {
             Op::Store(key) => assert!(holder.insert(key.0), "a store is told once"),
+            Op::Follow(_) => {}
             Op::Remove(key) => assert!(holder.remove(&key.0), "a removal is told once, of what is held"),
             Op::Clear | Op::Rekey(_) => {
                 holder.clear();

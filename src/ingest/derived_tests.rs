@@ -230,6 +230,7 @@ impl Run {
         let (engine, holder, keying) = (&mut engines[rank], &mut holders[rank], &mut keyings[rank]);
         let mut op = |op| match op {
             Op::Store(key) => assert!(holder.insert(key.0), "a store is told once"),
+            Op::Follow(_) => {}
             Op::Remove(key) => assert!(holder.remove(&key.0), "a removal is told once"),
             Op::Clear => holder.clear(),
             Op::Wide { .. } => panic!("slower media have no weight here"),

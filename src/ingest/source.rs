@@ -162,6 +162,7 @@ impl Applier<'_> {
             match (op, held.map(|held| held.holder)) {
                 (Op::Store(key), Some(holder)) => writer.store(key, holder),
                 (Op::Remove(key), Some(holder)) => writer.remove(key, holder),
+                (Op::Follow(before), _) => writer.follow(before),
                 (Op::Clear | Op::Rekey(_), old) => {
                     retire(old, wide, writer);
                     **held = add_holder(writer, Medium::Device, *endpoint, *rank, **keying, *eligible);
@@ -373,6 +374,11 @@ impl Source {
     /// False where the address was refused.
     pub(crate) fn is_open(&self) -> bool {
         self.socket.is_some() || self.is_asleep()
+    }
+
+    /// Times that its blocks were given up all at once.
+    pub(crate) fn clears(&self) -> u64 {
+        self.stats.clears.load(Ordering::Relaxed)
     }
 
     /// Whether its blocks are what its engine holds.

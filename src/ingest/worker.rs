@@ -98,6 +98,12 @@ struct Endpoint {
 }
 
 impl Endpoint {
+    /// Times that a cache of it was emptied.
+    fn emptied(&self) -> u32 {
+        let drained = self.drain.as_ref().map_or(0, DrainSource::clears);
+        self.sources.iter().map(Source::clears).fold(drained, u64::wrapping_add) as u32
+    }
+
     /// Takes what shards predicted, and judges what is due.
     fn check_predictions(&mut self, now: Instant, writer: &Writer) {
         while let Some(prediction) = self.shared.predictions.take() {
@@ -345,6 +351,7 @@ impl Worker {
             if std::mem::take(&mut service.touched) {
                 for endpoint in service.endpoints.values() {
                     let drained = endpoint.drain.as_ref().map_or(0, DrainSource::distinct);
+                    endpoint.shared.emptied.store(endpoint.emptied(), Ordering::Relaxed);
                     endpoint.shared.kv_blocks.store(endpoint.copies.distinct() + drained, Ordering::Relaxed);
                 }
             }

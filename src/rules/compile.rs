@@ -2,6 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
+use std::time::Duration;
 
 use shards::ids::ServiceId;
 use shards::inventory::ReaderFactory;
@@ -82,6 +83,7 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         seed_every: kv.seed_every,
         seed_min_blocks: kv.seed_min_blocks,
         zero_hit_every: kv.zero_hit_every,
+        claim_for: Duration::from_millis(kv.claim_ms.into()),
         other_forms: facts.other_forms(),
         weights: kv.weights,
         inventory,

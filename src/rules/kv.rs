@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use shards::block::FIXED_SEED;
+use shards::claims::CLAIM_MAX;
 use shards::service::{Blend, Engine, MediumWeights};
 
 use crate::fields::{Fields, Report, Value};
@@ -20,6 +21,9 @@ const WARMUP_SEC: u32 = 30;
 
 /// What `kvCapSumMilli` may be.
 const CAPACITY_SUM_RANGE: std::ops::RangeInclusive<i64> = *CAPACITY_SUM.start() as i64..=*CAPACITY_SUM.end() as i64;
+
+/// `kvClaimMs` of rules that do not say.
+const CLAIM_MS: u32 = 2_000;
 
 /// Fewest tokens per block. vLLM has no smaller page; with less, the index outgrows the cache it mirrors.
 const BLOCK_TOKENS_MIN: i64 = 4;
@@ -47,6 +51,7 @@ pub(super) const KV_OPTIONS: [&str; 25] = [
     "kvLoadPenalty",
     "kvCapSumMilli",
     "kvZeroHitN",
+    "kvClaimMs",
     "kvSpillRelief",
     "kvColdstartSeedN",
     "kvColdstartMinBlocks",
@@ -102,6 +107,7 @@ pub(super) fn read(
         seed_every: number(fields, report, "kvColdstartSeedN", 0, 1_000_000, defaults.seed_every),
         seed_min_blocks: number(fields, report, "kvColdstartMinBlocks", 0, 100_000_000, defaults.seed_min_blocks),
         zero_hit_every: number(fields, report, "kvZeroHitN", 1, 1_000_000, defaults.zero_hit_every),
+        claim_ms: number(fields, report, "kvClaimMs", 0, CLAIM_MAX.as_millis() as i64, CLAIM_MS),
         mean_load_factor: number(fields, report, "kvMeanLoadFactor", 100, 1000, defaults.mean_load_factor),
         replay_port_offset: read_replay_offset(fields, report, defaults),
         drain_poll: read_drain_poll(fields, report, engine, defaults),

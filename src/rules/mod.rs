@@ -7,7 +7,7 @@
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
 //! `kvSendPromptIds`, `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
-//! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `pd_session_max`,
+//! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `kvClaimMs`, `pd_session_max`,
 //! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs`, `kvMediumWeights`, `routeHeader` and
 //! `scrapeMetrics`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
@@ -209,6 +209,8 @@ pub struct KvRule {
     pub mean_load_factor: u32,
     /// `kvZeroHitN`.
     pub zero_hit_every: u32,
+    /// `kvClaimMs`, how long a request under way counts as what its endpoint will hold; 0 = not at all.
+    pub claim_ms: u32,
     /// `kvReplayPortOffset`: where endpoints that name no replay port have theirs, counted from the event port; 0 = they
     /// have none.
     pub replay_port_offset: u16,

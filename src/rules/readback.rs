@@ -171,6 +171,7 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     put("kvColdstartMinBlocks", json!(kv.seed_min_blocks));
     put("kvMeanLoadFactor", json!(kv.mean_load_factor));
     put("kvZeroHitN", json!(kv.zero_hit_every));
+    put("kvClaimMs", json!(kv.claim_ms));
     put("kvReplayPortOffset", json!(kv.replay_port_offset));
     if engine == Engine::Trtllm {
         put("kvTrtllmPollMinMs", json!(kv.drain_poll.min_ms));

@@ -179,6 +179,7 @@ pub const SERVICE: &[Member] = &[
     of(Pd, "pd_disagg_mode", Flag, "false", "true", "Prefill and decode pools"),
     of(Pd, "pd_cache_aware_mode", Flag, "false", "true", "Remember which prefill endpoint saw which text"),
     of(Pd, "pd_session_ttl_sec", I32, "300", "60", "Seconds that a conversation stays with its endpoints"),
+    of(Pd, "pd_session_max", Int(1, 1_000_000), "4096", "128", "Conversations that are remembered"),
     of(Pd, "pd_cache_threshold", Int(0, 100), "20", "50", "Part of a prompt that must match, percent"),
     of(Pd, "pd_balance_abs_threshold", Int(0, 255), "3", "5", "Difference in load beyond which a match is passed over"),
     of(PdSglang, "pdBootstrapPort", PORT, "8998", "8999", "Port at which SGLang's prefill engines meet decode engines"),
@@ -226,6 +227,17 @@ pub const SERVICE: &[Member] = &[
     ),
     of(Kv, "kvAdapters", Object, "", "{\"a\": {\"base\": \"m\"}}", "Adapters that the engines serve"),
     of(Kv, "kvMinMatchTokens", Int(0, 4096), "16", "32", "Shorter prompts are not scored"),
+    of(
+        Kv,
+        "kvLbMode",
+        Text,
+        "hard",
+        "\"soft\"",
+        "How load is blended in: off, hard, soft, adaptive, adaptive-soft, ttft",
+    ),
+    of(Kv, "kvLoadPenalty", Int(1, 100_000), "32", "64", "Weight of load in soft modes"),
+    of(Kv, "kvCapSumMilli", U32, "15284310", "10000000", "Reference capacity of adaptive modes"),
+    of(Kv, "kvZeroHitN", Int(1, 1_000_000), "50", "100", "Repeated prompts without a hit that are worth a warning"),
     of(Kv, "kvSpillRelief", Flag, "true", "false", "An overloaded winner gives way"),
     of(Kv, "kvColdstartSeedN", Int(0, 1_000_000), "16", "8", "Every how many hits a cold endpoint is seeded"),
     of(Kv, "kvColdstartMinBlocks", Int(0, 100_000_000), "16", "8", "An endpoint that holds fewer blocks is cold"),
@@ -433,6 +445,24 @@ mod tests {
         assert_eq!(outcome(find("api_key_auth"), false).0, Status::Refused);
         let unknown = plain("colour", Text, "", "\"blue\"", "");
         assert_eq!(outcome(&unknown, false), (Status::Inert, UNKNOWN.to_owned()));
+    }
+
+    #[test]
+    fn every_option_that_is_shown_is_in_the_table() {
+        // Read only, or beside an option that says it.
+        let besides = ["service_id", "kvHashAlgoDefault", "selDefault"];
+        for name in ["name", "pd_disagg_mode", "pdBootstrapPort", "kvBlockSize", "kvTrtllmPollMinMs"] {
+            let member = SERVICE.iter().find(|member| member.name == name).expect("in the table");
+            let node = from_json(sample_body(member, false).to_string().as_bytes()).expect("JSON");
+            let (rule, _) = check_request(&node, &KvDefaults::default()).expect("a right rule");
+            let shown = super::super::readback(&rule, shards::ids::ServiceId(0), &[]);
+            for (members, shown) in [(SERVICE, &shown["serviceArguments"]), (ENDPOINT, &shown["endpoints"][0])] {
+                for name in shown.as_object().expect("an object").keys() {
+                    let known = members.iter().any(|member| member.name == name) || besides.contains(&name.as_str());
+                    assert!(known, "{name}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -542,6 +542,7 @@ fn llamacpp_is_balanced_and_nothing_else() {
         ("kvLbMode", json!("hard")),
         ("kvLoadPenalty", json!(32)),
         ("kvZeroHitN", json!(50)),
+        ("kvClaimMs", json!(2_000)),
     ] {
         let text = format!("{name}: is refused for kv-engine-type llamacpp: it ");
         refused(&of_engine("llamacpp", json!({name: value})), Kind::Invalid, &text);

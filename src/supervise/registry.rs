@@ -260,7 +260,7 @@ impl Registry {
         dropped: &[ServiceId],
     ) -> Result<Prepared, RegistryError> {
         let old = self.find(&rule.key).filter(|entry| !dropped.contains(&entry.id)).cloned();
-        let uuid = self.uuid_of(&mut rule, old.as_deref())?;
+        let uuid = self.uuid_of(&mut rule, old.as_deref(), dropped)?;
         if let Some(old) = &old {
             check_change(old, &rule, &origin)?;
         }
@@ -295,13 +295,14 @@ impl Registry {
     }
 
     /// The `id` of a rule: what it says, or had, or one made up. It is no part of what a change compares.
-    fn uuid_of(&self, rule: &mut Rule, old: Option<&Entry>) -> Result<Arc<str>, RegistryError> {
+    fn uuid_of(&self, rule: &mut Rule, old: Option<&Entry>, dropped: &[ServiceId]) -> Result<Arc<str>, RegistryError> {
+        let taken = |id: &str| self.entries.iter().any(|entry| *entry.uuid == *id && !dropped.contains(&entry.id));
         let said = rule.inert.remove("id");
         let said = said.as_ref().and_then(serde_json::Value::as_str).filter(|id| !id.is_empty());
         match (said, old) {
             (Some(said), Some(old)) if *said != *old.uuid => Err(RegistryError::IdChanged),
             (_, Some(old)) => Ok(Arc::clone(&old.uuid)),
-            (Some(said), None) if self.entries.iter().any(|entry| *entry.uuid == *said) => Err(RegistryError::IdTaken),
+            (Some(said), None) if taken(said) => Err(RegistryError::IdTaken),
             (Some(said), None) => Ok(Arc::from(said)),
             (None, None) => Ok(self.remembered.get(&rule.key).map_or_else(mint, |known| Arc::clone(&known.uuid))),
         }

@@ -61,6 +61,8 @@ pub struct Persona {
     pub token: Option<&'static str>,
     /// Answers to all but the gateway's own calls begin at once and end when the gate lets them.
     pub gate: Option<Arc<Gate>>,
+    /// They do not even begin before.
+    pub silent: bool,
 }
 
 /// Holds answers back.
@@ -111,7 +113,9 @@ fn serve(stream: TcpStream, notes: &Mutex<Vec<Seen>>, persona: &Persona) -> Opti
         let (status, body) = described.unwrap_or(("200 OK", usual));
         if !own {
             notes.lock().ok()?.push(seen);
-            if let Some(gate) = &persona.gate {
+            if let Some(gate) = persona.gate.as_ref().filter(|_| persona.silent) {
+                gate.pass();
+            } else if let Some(gate) = &persona.gate {
                 writer.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n").ok()?;
                 gate.pass();
                 writer.write_all(b"1\r\n}\r\n0\r\n\r\n").ok()?;

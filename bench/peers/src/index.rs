@@ -97,6 +97,7 @@ impl Index for Inventory {
         }
         let start = clock::thread_cpu();
         for part in &fleet.parts {
+            writer.follow(None);
             for key in &fleet.keys(part.chain)[..usize::from(part.blocks)] {
                 writer.store(*key, HolderIndex(part.endpoint));
             }

@@ -3,19 +3,22 @@
 //! Chains of blocks, each held by some endpoints: a quarter of them hold it whole, the others a prefix of drawn
 //! length. A look-up takes a chain at random (so from cold memory), walks it, collects the runs and decides among all
 //! endpoints. *Under churn* a second thread takes the ends of chains away and gives them back as fast as it can,
-//! publishing after every 32 of them.
+//! publishing after every 32 of them. *While loads are written* a second thread takes load at the endpoints for 15 other
+//! shards, and publishes the sums, as fast as it can.
 
 mod store;
 mod workload;
 
+use std::collections::VecDeque;
 use std::fmt::Write;
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use hdrhistogram::Histogram;
-use shards::ids::HolderIndex;
+use shards::ids::{HolderIndex, ShardId};
 use shards::inventory::Run;
+use shards::load::LoadSlot;
 
 use crate::memory;
 use store::{EvmapStore, InventoryStore, Store, publish_all};
@@ -39,6 +42,9 @@ pub struct Args {
     /// Endpoints of the service.
     #[arg(long, default_value_t = 64)]
     pub endpoints: u16,
+    /// Endpoints of the service of the row in which loads are written.
+    #[arg(long, default_value_t = 512)]
+    pub many_endpoints: u16,
     /// Look-ups measured per row.
     #[arg(long, default_value_t = 200_000)]
     pub lookups: u64,
@@ -46,6 +52,9 @@ pub struct Args {
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
 }
+
+/// Rows of load that are written.
+const SHARDS: u16 = 16;
 
 /// One line of the report.
 struct Row {
@@ -82,6 +91,12 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
     let churned = under_churn(store, &large, args);
     drop(large);
 
+    let endpoints = args.many_endpoints;
+    let wide = Workload::new(&Shape { endpoints, ..shape(args.blocks, args.holders) });
+    let (_, store) = measure::<InventoryStore>("inventory", &wide, args);
+    let loaded = under_loads(store, &wide, args);
+    drop(wide);
+
     let small = Workload::new(&shape(args.compare_blocks, args.holders));
     let ours = measure::<InventoryStore>("inventory, smaller", &small, args).0;
     let evmap = measure::<EvmapStore>("evmap 11, smaller", &small, args).0;
@@ -92,7 +107,7 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
         ours.digest,
         evmap.digest
     );
-    Ok(report(args, &[alone, quiet, churned, ours, evmap]))
+    Ok(report(args, &[alone, quiet, churned, loaded, ours, evmap]))
 }
 
 /// Fills a store, then looks up in it while nothing changes.
@@ -102,6 +117,7 @@ fn measure<S: Store>(name: &'static str, workload: &Workload, args: &Args) -> (R
     let start = Instant::now();
     for chain in &workload.chains {
         for &(holder, blocks) in &chain.held {
+            store.begin();
             chain.keys[..blocks].iter().for_each(|&key| store.add(key, holder));
         }
     }
@@ -109,7 +125,8 @@ fn measure<S: Store>(name: &'static str, workload: &Workload, args: &Args) -> (R
     let seconds = start.elapsed().as_secs_f64();
     let bytes = memory::in_use().saturating_sub(before);
     let pairs = workload.pairs();
-    let (lookup, digest) = look_up(&mut store, workload, args);
+    let mut decider = Decider::new(workload.shape.endpoints, 1, args.seed);
+    let (lookup, digest) = look_up(&mut store, workload, &mut decider, args);
     let row = Row {
         name,
         blocks: workload.blocks(),
@@ -122,18 +139,21 @@ fn measure<S: Store>(name: &'static str, workload: &Workload, args: &Args) -> (R
     (row, store)
 }
 
-fn look_up<S: Store>(store: &mut S, workload: &Workload, args: &Args) -> (Histogram<u64>, u64) {
+fn look_up<S: Store>(store: &mut S, workload: &Workload, decider: &mut Decider, args: &Args) -> (Histogram<u64>, u64) {
     let mut histogram = Histogram::new_with_bounds(1, 1_000_000_000, 3).expect("1 ns to 1 s in 3 digits is allowed");
     let mut rng = Rng::new(args.seed ^ 0x10_0c);
-    let mut decider = Decider::new(workload.shape.endpoints, args.seed);
     let mut runs: Vec<Run> = Vec::new();
+    let mut keys = Vec::new();
     let mut digest = 0_u64;
     for _ in 0..args.lookups {
         let chain = &workload.chains[rng.below(workload.chains.len())];
+        // A prompt's keys were made a moment ago.
+        keys.clear();
+        keys.extend_from_slice(&chain.keys);
         let start = Instant::now();
         runs.clear();
-        store.runs(&chain.keys, &mut runs);
-        black_box(decider.decide(chain.keys.len(), &runs));
+        store.runs(&keys, &mut runs);
+        black_box(decider.decide(keys.len(), &runs));
         histogram.saturating_record(start.elapsed().as_nanos() as u64);
         digest = runs
             .iter()
@@ -155,8 +175,10 @@ fn under_churn(store: InventoryStore, workload: &Workload, args: &Args) -> Row {
                 for _ in 0..32 {
                     let chain = &workload.chains[rng.below(workload.chains.len())];
                     let (holder, blocks) = chain.held[rng.below(chain.held.len())];
-                    let end = &chain.keys[blocks - blocks.min(8)..blocks];
+                    let start = blocks - blocks.min(8);
+                    let end = &chain.keys[start..blocks];
                     end.iter().for_each(|&key| writer.remove(key, HolderIndex(holder)));
+                    writer.follow(start.checked_sub(1).map(|before| chain.keys[before]));
                     end.iter().for_each(|&key| writer.store(key, HolderIndex(holder)));
                     adds += end.len() as u64;
                 }
@@ -164,7 +186,8 @@ fn under_churn(store: InventoryStore, workload: &Workload, args: &Args) -> Row {
             }
             adds as f64 / start.elapsed().as_secs_f64()
         });
-        let (lookup, _) = look_up(&mut reading, workload, args);
+        let mut decider = Decider::new(workload.shape.endpoints, 1, args.seed);
+        let (lookup, _) = look_up(&mut reading, workload, &mut decider, args);
         done.store(true, Ordering::Relaxed);
         (lookup, churn.join().expect("the churning thread does not panic"))
     });
@@ -176,6 +199,45 @@ fn under_churn(store: InventoryStore, workload: &Workload, args: &Args) -> Row {
         bytes_per_pair: f64::NAN,
         lookup,
         digest: 0,
+    }
+}
+
+/// Looks up and decides while a second thread writes the loads of the other shards; what it writes per second is in the
+/// place of adds.
+fn under_loads(mut store: InventoryStore, workload: &Workload, args: &Args) -> Row {
+    let endpoints = workload.shape.endpoints;
+    let mut decider = Decider::new(endpoints, SHARDS.into(), args.seed);
+    let (loads, done) = (decider.loads(), AtomicBool::new(false));
+    let (lookup, digest, adds_per_second) = std::thread::scope(|scope| {
+        let written = scope.spawn(|| {
+            let mut rng = Rng::new(args.seed ^ 0x1d);
+            let mut taken = VecDeque::new();
+            let start = Instant::now();
+            let mut writes = 0_u64;
+            while !done.load(Ordering::Relaxed) {
+                for shard in 1..SHARDS {
+                    let slot = LoadSlot(rng.below(endpoints.into()) as u32);
+                    taken.push_back(loads.reserve(ShardId(shard), slot, 1_000));
+                    // Of the oldest the load is given back.
+                    taken.drain(..taken.len().saturating_sub(1_024));
+                    writes += 1;
+                }
+                let _ = loads.publish(endpoints.into());
+            }
+            writes as f64 / start.elapsed().as_secs_f64()
+        });
+        let (lookup, digest) = look_up(&mut store, workload, &mut decider, args);
+        done.store(true, Ordering::Relaxed);
+        (lookup, digest, written.join().expect("the writing thread does not panic"))
+    });
+    Row {
+        name: "inventory, loads written",
+        blocks: workload.blocks(),
+        pairs: workload.pairs(),
+        adds_per_second,
+        bytes_per_pair: f64::NAN,
+        lookup,
+        digest,
     }
 }
 
@@ -230,11 +292,13 @@ mod tests {
             chain_blocks: 40,
             holders: 5,
             endpoints: 8,
+            many_endpoints: 24,
             lookups: 500,
             seed: 7,
         };
         let text = run(&args).expect("both stores agree");
-        for name in ["inventory, 1 holder", "inventory, under churn", "inventory, smaller", "evmap 11, smaller"] {
+        let names = ["1 holder", "under churn", "loads written", "smaller"].map(|name| format!("inventory, {name}"));
+        for name in names.iter().map(String::as_str).chain(["evmap 11, smaller"]) {
             let row = text.lines().find(|line| line.starts_with(name)).expect(name);
             assert!(row.contains("000 "), "{row}");
         }

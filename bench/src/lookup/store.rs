@@ -12,6 +12,8 @@ const PUBLISH_EVERY: usize = inventory::OPS_PER_PUBLISH_MAX;
 pub trait Store {
     /// An empty store that was told how much will come.
     fn new(workload: &Workload) -> Self;
+    /// The next key added is the first of a prompt.
+    fn begin(&mut self);
     /// The endpoint has the key; seen by look-ups some additions later.
     fn add(&mut self, key: BlockKey, endpoint: u16);
     /// Makes everything added visible.
@@ -59,6 +61,10 @@ impl Store for InventoryStore {
         InventoryStore { writer: Some(writer), reader: factory.reader(), walk: Walk::default() }
     }
 
+    fn begin(&mut self) {
+        self.writer().follow(None);
+    }
+
     fn add(&mut self, key: BlockKey, endpoint: u16) {
         let writer = self.writer();
         writer.store(key, HolderIndex(endpoint));
@@ -94,6 +100,8 @@ impl Store for EvmapStore {
         writer.publish();
         EvmapStore { writer, reader, unpublished: 0, blocks: vec![0; usize::from(workload.shape.endpoints)] }
     }
+
+    fn begin(&mut self) {}
 
     fn add(&mut self, key: BlockKey, endpoint: u16) {
         self.writer.insert(key.0, endpoint);

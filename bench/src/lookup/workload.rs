@@ -74,7 +74,8 @@ pub struct Decider {
 }
 
 impl Decider {
-    pub fn new(endpoints: u16, seed: u64) -> Self {
+    /// In a process of so many shards, of which it is the first.
+    pub fn new(endpoints: u16, shards: usize, seed: u64) -> Self {
         let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
         let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED));
         let endpoints_of = (0..endpoints).map(endpoint).collect();
@@ -82,12 +83,17 @@ impl Decider {
             kv: Some(KvExact::with_defaults(BLOCK_TOKENS, contract, inventory)),
             ..Service::plain(ServiceId(0), ([127, 0, 0, 1], 8_000).into(), endpoints_of, 1)
         };
-        let loads = Arc::new(LoadTable::new(1, usize::from(endpoints)));
+        let loads = Arc::new(LoadTable::new(shards, usize::from(endpoints)));
         let mut rng = Rng::new(seed ^ 0x10ad);
         let in_flight = (0..u32::from(endpoints) * 4)
             .map(|_| loads.reserve(ShardId(0), LoadSlot(rng.below(usize::from(endpoints)) as u32), 0))
             .collect();
         Decider { service, loads, turn: Turn::starting_at(ShardId(0)), _in_flight: in_flight }
+    }
+
+    /// What it sees of loads.
+    pub fn loads(&self) -> Arc<LoadTable> {
+        Arc::clone(&self.loads)
     }
 
     pub fn decide(&mut self, blocks: usize, runs: &[Run]) -> Option<Decision> {

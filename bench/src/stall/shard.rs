@@ -113,8 +113,14 @@ async fn serve(
     let defaults = Limits::default();
     let prompt_cache_bytes = if setup.remembers { defaults.prompt_cache_bytes } else { 0 };
     let limits = Limits { prompt_cache_bytes, ..defaults };
-    let proxy =
-        Rc::new(Proxy::new(ShardId(0), limits, Arc::new(LoadTable::new(1, 4)), &Affinity::new().0, Some(setup.aside)));
+    let proxy = Rc::new(Proxy::new(
+        ShardId(0),
+        limits,
+        Arc::new(LoadTable::new(1, 4)),
+        Arc::default(),
+        &Affinity::new().0,
+        Some(setup.aside),
+    ));
     let slug = slug(&setup.model.0).unwrap_or_default();
     let models = ModelTable::new([(slug, Entry::Ready(setup.model.1))]);
     let service = service(address, setup.backend, setup.inventory);

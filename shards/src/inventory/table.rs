@@ -3,24 +3,36 @@
 //! **Invariant.** A side changes only by [`Op`]s: what follows from an operation follows from the side's own content,
 //! never from a clock or from the other side.
 
-use super::segment::{KEYS_EXPECTED, Segment};
-use super::sets::{SetRef, Sets};
+use super::runs::{RUN_MAX, Row, Run, positions};
+use super::slots::{KEYS_EXPECTED, Place, RUNS_MAX, SEGMENTS_MAX, Slots, Vacant};
 use super::{Medium, SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
 
 /// Fewest segments of a side.
 pub(super) const SEGMENTS_MIN: usize = 256;
-const SEGMENTS_MAX: usize = 65_536;
 /// Keys whose places are read ahead of their turn, so that the accesses to memory overlap.
 const AHEAD: usize = 32;
 
-/// A store or a removal.
+/// One step of what an engine stores and evicts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Change {
     pub(super) key: BlockKey,
+    /// Nobody in particular where it is not said who has the key.
     pub(super) holder: HolderIndex,
-    /// The holder has the key from now on; else it no longer has it.
-    pub(super) held: bool,
+    pub(super) what: What,
+}
+
+/// What a change is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum What {
+    /// The holder has the key from now on. It follows the key of the change before, in prompts.
+    Store,
+    /// The holder no longer has the key.
+    Remove,
+    /// The next key stored follows this one.
+    Follow,
+    /// The next key stored follows none.
+    Begin,
 }
 
 /// A change of both sides.
@@ -76,18 +88,30 @@ struct SpaceSlot {
     holders: u32,
 }
 
+/// A part of one side: the slots of the keys whose hashes belong here, and the runs whose first key did.
+#[derive(Clone, Debug, Default)]
+struct Segment {
+    slots: Slots,
+    runs: Vec<Run>,
+    /// Empty runs.
+    free: Vec<u32>,
+}
+
 /// One side.
 #[derive(Clone, Debug)]
 pub(super) struct Table {
     /// Makes the places of keys unforeseeable: whoever can choose keys must not be able to pile them up.
     salt: u64,
     segments: Box<[Segment]>,
-    pub(super) sets: Sets,
     slots: Vec<Slot>,
     /// By number; the first, the service's own, is unknown here.
     spaces: [SpaceSlot; SPACES_MAX],
     /// Changes with every change of a slot.
     pub(super) slots_version: u64,
+    /// Where the key of the last change stood then.
+    near: Option<Place>,
+    /// The key that the next one stored follows; the last change's.
+    before: Option<BlockKey>,
 }
 
 impl Table {
@@ -96,10 +120,11 @@ impl Table {
         Table {
             salt: salt | 1,
             segments: (0..segments).map(|_| Segment::default()).collect(),
-            sets: Sets::new(),
             slots: Vec::new(),
             spaces: [SpaceSlot::default(); SPACES_MAX],
             slots_version: 0,
+            near: None,
+            before: None,
         }
     }
 
@@ -125,35 +150,77 @@ impl Table {
         spaces.all(|space| space == first).then_some(first)
     }
 
-    /// The holders of a key.
-    pub(super) fn find(&self, key: BlockKey) -> SetRef {
-        let hash = hash_of(self.salt, key);
-        self.segments[segment_of(hash, self.segments.len())].find(hash, key)
+    /// Where a key stands that somebody holds.
+    pub(super) fn find(&self, key: BlockKey) -> Option<Place> {
+        self.find_hashed(hash_of(self.salt, key), key).ok()
     }
 
-    /// Reads the places of keys that are about to be looked up or changed.
+    fn find_hashed(&self, hash: u64, key: BlockKey) -> Result<Place, Vacant> {
+        let there = |place: Place| self.run(place).is_at(place.position(), key);
+        self.segments[segment_of(hash, self.segments.len())].slots.find(hash, there)
+    }
+
+    /// The run of a place.
+    pub(super) fn run(&self, place: Place) -> &Run {
+        &self.segments[place.segment()].runs[place.run()]
+    }
+
+    fn run_mut(&mut self, place: Place) -> &mut Run {
+        &mut self.segments[place.segment()].runs[place.run()]
+    }
+
+    /// Whether one of these holders has the key.
+    pub(super) fn is_held(&self, key: BlockKey, by: impl Fn(u16) -> bool) -> bool {
+        self.find(key).is_some_and(|place| {
+            let held = |row: &Row| row.bits >> place.position() & 1 == 1 && by(row.holder);
+            self.run(place).rows(&mut [Row::NONE]).iter().any(held)
+        })
+    }
+
+    /// Where a key stands, most likely: it may be another's place. None where nobody holds it.
+    pub(super) fn guess(&self, key: BlockKey) -> Option<Place> {
+        let hash = hash_of(self.salt, key);
+        self.segments[segment_of(hash, self.segments.len())].slots.guess(hash)
+    }
+
+    /// Reads the slots of keys that are about to be looked up or changed, so that the accesses to memory overlap.
     pub(super) fn touch(&self, keys: impl Iterator<Item = BlockKey>) {
-        let touch = |sum: u32, key| {
+        let touch = |seen, key| {
             let hash = hash_of(self.salt, key);
-            sum ^ self.segments[segment_of(hash, self.segments.len())].touch(hash)
+            seen ^ self.segments[segment_of(hash, self.segments.len())].slots.touch(hash)
         };
         std::hint::black_box(keys.fold(0, touch));
     }
 
-    /// Keys of a segment with their holders, those of retired ones included.
-    pub(super) fn segment(&self, segment: usize) -> impl Iterator<Item = (BlockKey, SetRef)> {
-        self.segments[segment].iter()
+    /// Keys of a segment's runs that one of these holders has, each once in all segments together.
+    pub(super) fn keys_of(&self, segment: usize, by: impl Fn(u16) -> bool) -> impl Iterator<Item = BlockKey> {
+        self.segments[segment].runs.iter().flat_map(move |run| {
+            let mut inline = [Row::NONE];
+            let held = run.rows(&mut inline).iter().filter(|row| by(row.holder)).fold(0, |held, row| held | row.bits);
+            run.keys(held).map(|(_, key)| key)
+        })
     }
 
     /// Whether the segment is about to grow by itself, or holds far too much room.
     pub(super) fn wants_rebuild(&self, segment: usize) -> bool {
-        self.segments[segment].wants_resize()
+        self.segments[segment].slots.wants_resize()
     }
 
     /// Room of a segment; for tests.
     #[cfg(test)]
     pub(super) fn room(&self, segment: usize) -> usize {
-        self.segments[segment].room()
+        self.segments[segment].slots.room()
+    }
+
+    /// Whether no key is left in any slot or run; for tests.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        let empty = |segment: &Segment| {
+            segment.slots.is_empty()
+                && segment.runs.iter().all(Run::is_empty)
+                && segment.runs.len() == segment.free.len()
+        };
+        self.segments.iter().all(empty)
     }
 
     pub(super) fn apply(&mut self, op: &Op) {
@@ -196,25 +263,124 @@ impl Table {
     }
 
     fn change(&mut self, changes: &[Change]) {
-        for some in changes.chunks(AHEAD) {
-            self.touch(some.iter().map(|change| change.key));
-            for Change { key, holder, held } in some {
-                let Table { salt, segments, sets, .. } = self;
-                let hash = hash_of(*salt, *key);
-                let set = |set| if *held { sets.with(set, holder.0) } else { sets.without(set, holder.0) };
-                segments[segment_of(hash, segments.len())].change(hash, *key, set, |key| hash_of(*salt, key));
+        for (at, change) in changes.iter().enumerate() {
+            if at % AHEAD == 0 {
+                self.touch(changes[at..].iter().take(AHEAD).map(|change| change.key));
+            }
+            match change.what {
+                What::Store => self.store(change, &changes[at + 1..]),
+                What::Remove => self.remove(change),
+                What::Follow => (self.near, self.before) = (self.find(change.key), Some(change.key)),
+                What::Begin => (self.near, self.before) = (None, None),
             }
         }
     }
 
+    /// Where a key stands that is held: most often beside the one before. Else where its slot would be.
+    fn find_near(&self, hash: u64, key: BlockKey) -> Result<Place, Vacant> {
+        if let Some(near) = self.near {
+            let (run, position) = (self.run(near), near.position());
+            for beside in [position + 1, position, position.wrapping_sub(1)] {
+                if run.is_at(beside, key) {
+                    return Ok(near.at(beside));
+                }
+            }
+        }
+        self.find_hashed(hash, key)
+    }
+
+    fn store(&mut self, change: &Change, next: &[Change]) {
+        let hash = hash_of(self.salt, change.key);
+        let place = match self.find_near(hash, change.key) {
+            Ok(place) => {
+                self.run_mut(place).give(place.position(), change.holder.0);
+                Some(place)
+            }
+            Err(vacant) => self.store_anew(hash, vacant, change, next),
+        };
+        (self.near, self.before) = (place, Some(change.key));
+    }
+
+    /// Places a key that nobody holds behind the one before, else in a run of its own. None, and the store is dropped,
+    /// where there is no room for one more run.
+    fn store_anew(&mut self, hash: u64, vacant: Vacant, change: &Change, next: &[Change]) -> Option<Place> {
+        let Change { key, holder, .. } = *change;
+        let place = match self.behind() {
+            Some(place) => place,
+            None => self.new_run(hash)?,
+        };
+        let more = || {
+            let same = |next: &&Change| next.what == What::Store && next.holder == holder;
+            place.position() + 1 + next.iter().take(RUN_MAX).take_while(same).count()
+        };
+        self.run_mut(place).put(place.position(), key, holder.0, more);
+        self.segment_mut(hash).slots.insert(vacant, hash, place);
+        Some(place)
+    }
+
+    /// The place behind the key of the change before, where that is held and the place is free.
+    fn behind(&self) -> Option<Place> {
+        let (before, place) = (self.before?, self.near?);
+        let (run, position) = (self.run(place), place.position());
+        (run.is_at(position, before) && run.is_free(position + 1)).then(|| place.at(position + 1))
+    }
+
+    fn new_run(&mut self, hash: u64) -> Option<Place> {
+        let number = segment_of(hash, self.segments.len());
+        let segment = &mut self.segments[number];
+        let run = match segment.free.pop() {
+            Some(run) => run as usize,
+            None if segment.runs.len() < RUNS_MAX => {
+                segment.runs.push(Run::default());
+                segment.runs.len() - 1
+            }
+            None => return None,
+        };
+        Some(Place::new(number, run, 0))
+    }
+
+    fn remove(&mut self, Change { key, holder, .. }: &Change) {
+        let hash = hash_of(self.salt, *key);
+        let Ok(place) = self.find_near(hash, *key) else { return };
+        (self.near, self.before) = (Some(place), None);
+        if self.run_mut(place).take(place.position(), holder.0) {
+            self.segment_mut(hash).slots.remove(hash, place);
+            self.reclaim(place);
+        }
+    }
+
+    /// Gives a run back that is empty.
+    fn reclaim(&mut self, place: Place) {
+        if self.run(place).is_empty() {
+            self.segments[place.segment()].free.push(place.run() as u32);
+        }
+    }
+
+    fn segment_mut(&mut self, hash: u64) -> &mut Segment {
+        &mut self.segments[segment_of(hash, self.segments.len())]
+    }
+
     fn sweep(&mut self, segment: usize) {
-        let Table { salt, segments, sets, slots, .. } = self;
-        let kept = |set| sets.retain(set, |holder| slots[usize::from(holder)].state != SlotState::Retired);
-        segments[segment].change_all(kept, |key| hash_of(*salt, key));
+        for run in 0..self.segments[segment].runs.len() {
+            let place = Place::new(segment, run, 0);
+            let Table { segments, slots, .. } = self;
+            let run = &mut segments[segment].runs[run];
+            if run.is_empty() {
+                continue;
+            }
+            let mut keys = [BlockKey(0); RUN_MAX];
+            run.keys(u64::MAX).for_each(|(position, key)| keys[position] = key);
+            let gone = run.retain(|holder| slots[usize::from(holder)].state != SlotState::Retired);
+            for position in positions(gone) {
+                let hash = hash_of(self.salt, keys[position]);
+                self.segment_mut(hash).slots.remove(hash, place.at(position));
+            }
+            self.reclaim(place);
+        }
     }
 
     fn rebuild(&mut self, segment: usize) {
-        self.segments[segment].fit(|key| hash_of(self.salt, key));
+        self.segments[segment].slots.fit();
     }
 }
 

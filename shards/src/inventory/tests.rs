@@ -310,6 +310,7 @@ enum Action {
     Publish,
     Enter,
     Leave,
+    Follow(Option<u64>),
     Check,
 }
 
@@ -323,6 +324,7 @@ fn action() -> impl Strategy<Value = Action> {
         6 => Just(Action::Publish),
         2 => Just(Action::Enter),
         2 => Just(Action::Leave),
+        6 => proptest::option::of(0..12_u64).prop_map(Action::Follow),
         2 => Just(Action::Check),
     ]
 }
@@ -331,6 +333,8 @@ fn action() -> impl Strategy<Value = Action> {
 #[derive(Default)]
 struct Model {
     holders: HashMap<HolderIndex, HolderInfo>,
+    /// Holders of other key spaces than the service's own.
+    elsewhere: BTreeSet<HolderIndex>,
     keys: HashMap<u64, BTreeSet<HolderIndex>>,
 }
 
@@ -343,14 +347,16 @@ impl Model {
 
     fn dump(&self, endpoint: u16) -> BTreeSet<u64> {
         let held = self.keys.iter().filter(|(_, holders)| {
-            holders.iter().any(|holder| self.holders[holder].endpoint == EndpointIndex(endpoint))
+            let of = |info: &HolderInfo| info.endpoint == EndpointIndex(endpoint) && info.medium == Medium::Device;
+            holders.iter().any(|holder| of(&self.holders[holder]))
         });
         held.map(|(key, _)| *key).collect()
     }
 
     fn runs(&self, prompt: &[BlockKey]) -> Vec<Run> {
         let mut runs = Vec::new();
-        for (holder, info) in self.holders.iter().filter(|(_, info)| info.eligible) {
+        let seen = |(holder, info): &(&HolderIndex, &HolderInfo)| info.eligible && !self.elsewhere.contains(holder);
+        for (holder, info) in self.holders.iter().filter(seen) {
             let has = |key: &&BlockKey| self.keys.get(&key.0).is_some_and(|holders| holders.contains(holder));
             let blocks = prompt.iter().take_while(has).count() as u32;
             if blocks > 0 {
@@ -362,13 +368,142 @@ impl Model {
     }
 }
 
+/// What engines do to whole prompts.
+#[derive(Clone, Debug)]
+enum Deed {
+    /// An engine stores a piece of a prompt, and says rightly, wrongly or not at all what it follows.
+    Store {
+        holder: usize,
+        prompt: usize,
+        from: usize,
+        to: usize,
+        follows: u8,
+    },
+    /// An engine evicts a piece of a prompt: from its end, from its beginning, or every third block.
+    Evict {
+        holder: usize,
+        prompt: usize,
+        from: usize,
+        to: usize,
+        manner: u8,
+    },
+    /// A rank comes, in a key space of its own or in a slower medium now and then.
+    Come {
+        endpoint: u16,
+        rank: u8,
+        manner: u8,
+    },
+    Clear(usize),
+    Eligible(usize, bool),
+    Publish,
+    Check,
+}
+
+/// Prompts of some length, each of which begins like the one before.
+const PROMPTS: [(u64, usize); 6] = [(0, 200), (150, 180), (20, 300), (20, 64), (1, 130), (0, 65)];
+
+fn prompt_keys() -> Vec<Vec<u64>> {
+    let mut prompts: Vec<Vec<u64>> = Vec::new();
+    for (number, (shared, blocks)) in PROMPTS.into_iter().enumerate() {
+        let before = prompts.last().cloned().unwrap_or_default();
+        let own = |block| 1_000 * (number as u64 + 1) + block;
+        let keys = (0..blocks as u64).map(|block| if block < shared { before[block as usize] } else { own(block) });
+        prompts.push(keys.collect());
+    }
+    prompts
+}
+
+fn deed() -> impl Strategy<Value = Deed> {
+    let piece = || (any::<usize>(), 0..PROMPTS.len(), 0..300_usize, 0..300_usize, 0..6_u8);
+    prop_oneof![
+        3 => (0..6_u16, 0..3_u8, 0..6_u8).prop_map(|(endpoint, rank, manner)| Deed::Come { endpoint, rank, manner }),
+        20 => piece().prop_map(|(holder, prompt, from, to, follows)| {
+            // Most often from the beginning.
+            let from = if follows < 3 { 0 } else { from };
+            Deed::Store { holder, prompt, from, to, follows }
+        }),
+        8 => piece().prop_map(|(holder, prompt, from, to, manner)| Deed::Evict { holder, prompt, from, to, manner }),
+        1 => any::<usize>().prop_map(Deed::Clear),
+        2 => (any::<usize>(), any::<bool>()).prop_map(|(holder, eligible)| Deed::Eligible(holder, eligible)),
+        6 => Just(Deed::Publish),
+        1 => Just(Deed::Check),
+    ]
+}
+
+/// An inventory beside its model.
+struct Twin {
+    writer: Writer,
+    model: Model,
+    prompts: Vec<Vec<u64>>,
+}
+
+impl Twin {
+    fn come(&mut self, endpoint: u16, rank: u8, manner: u8) {
+        let (endpoint, rank) = (EndpointIndex(endpoint), Rank(rank));
+        let space = if manner == 0 { self.writer.space(derived(16)).expect("there is room") } else { SpaceIndex::OWN };
+        let medium = if manner == 1 { Medium::Cpu } else { Medium::Device };
+        let holder = self.writer.add_holder_to(medium, space, endpoint, rank).expect("there is room");
+        assert!(self.model.holders.insert(holder, HolderInfo { endpoint, rank, medium, eligible: true }).is_none());
+        self.model.elsewhere.remove(&holder);
+        if space != SpaceIndex::OWN {
+            self.model.elsewhere.insert(holder);
+        }
+    }
+
+    fn piece(&self, prompt: usize, from: usize, to: usize) -> std::ops::Range<usize> {
+        let end = to.min(self.prompts[prompt].len());
+        from.min(end)..end
+    }
+
+    fn store(&mut self, holder: HolderIndex, prompt: usize, piece: std::ops::Range<usize>, follows: u8) {
+        let keys = &self.prompts[prompt];
+        match follows {
+            0..4 => self.writer.follow(piece.start.checked_sub(1).map(|before| BlockKey(keys[before]))),
+            4 => self.writer.follow(Some(BlockKey(keys[keys.len() / 2]))),
+            _ => {}
+        }
+        for key in &keys[piece] {
+            self.writer.store(BlockKey(*key), holder);
+            self.model.keys.entry(*key).or_default().insert(holder);
+        }
+    }
+
+    fn evict(&mut self, holder: HolderIndex, prompt: usize, piece: std::ops::Range<usize>, manner: u8) {
+        let mut keys: Vec<u64> = self.prompts[prompt][piece].to_vec();
+        match manner {
+            0..3 => keys.reverse(),
+            3 => keys = keys.into_iter().step_by(3).collect(),
+            _ => {}
+        }
+        for key in keys {
+            self.writer.remove(BlockKey(key), holder);
+            self.model.keys.entry(key).or_default().remove(&holder);
+        }
+    }
+
+    fn check(&mut self, reader: &Reader, cut: usize) {
+        let prompts: Vec<_> = self.prompts.iter().map(|prompt| (prompt.clone(), cut)).collect();
+        check(&self.model, &mut self.writer, reader, &prompts);
+    }
+}
+
 fn sorted(mut runs: Vec<Run>) -> Vec<Run> {
-    runs.sort_unstable_by_key(|run| (run.endpoint, run.rank, run.blocks));
+    runs.sort_unstable_by_key(|run| (run.endpoint, run.rank, run.medium, run.blocks));
     runs
 }
 
+/// Compares all that can be read, on the one side and on the other.
 fn check(model: &Model, writer: &mut Writer, reader: &Reader, prompts: &[(Vec<u64>, usize)]) {
     publish_all(writer);
+    check_side(model, reader, prompts);
+    // Something to publish that changes nothing.
+    writer.follow(Some(BlockKey(u64::MAX)));
+    writer.follow(None);
+    assert!(writer.pending() > 0 && writer.try_publish(), "the other side comes to the front");
+    check_side(model, reader, prompts);
+}
+
+fn check_side(model: &Model, reader: &Reader, prompts: &[(Vec<u64>, usize)]) {
     let guard = reader.enter().unwrap();
     for endpoint in 0..6 {
         assert_eq!(dump(&guard, endpoint), model.dump(endpoint), "endpoint {endpoint}");
@@ -437,6 +572,7 @@ proptest! {
                     held = Some((guard, seen));
                 },
                 Action::Leave => held = None,
+                Action::Follow(before) => writer.follow(before.map(BlockKey)),
                 Action::Check => {
                     held = None;
                     check(&model, &mut writer, &reader, &prompts);
@@ -446,6 +582,49 @@ proptest! {
         held = None;
         check(&model, &mut writer, &reader, &prompts);
         drop(held);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, cases: 96, ..ProptestConfig::default() })]
+
+    #[test]
+    fn prompts_stored_shared_and_evicted_in_pieces_equal_the_plain_model(
+        deeds in proptest::collection::vec(deed(), 1..120),
+        cut in any::<usize>(),
+    ) {
+        let (writer, factory) = new(&OPTIONS);
+        let reader = factory.reader();
+        let mut twin = Twin { writer, model: Model::default(), prompts: prompt_keys() };
+        for deed in deeds {
+            match deed {
+                Deed::Come { endpoint, rank, manner } => twin.come(endpoint, rank, manner),
+                Deed::Store { holder, prompt, from, to, follows } => if let Some(holder) = twin.model.pick(holder) {
+                    twin.store(holder, prompt, twin.piece(prompt, from, to), follows);
+                },
+                Deed::Evict { holder, prompt, from, to, manner } => if let Some(holder) = twin.model.pick(holder) {
+                    twin.evict(holder, prompt, twin.piece(prompt, from, to), manner);
+                },
+                Deed::Clear(number) => if let Some(holder) = twin.model.pick(number) {
+                    twin.writer.retire_holder(holder);
+                    twin.model.holders.remove(&holder);
+                    twin.model.keys.values_mut().for_each(|holders| _ = holders.remove(&holder));
+                },
+                Deed::Eligible(number, eligible) => if let Some(holder) = twin.model.pick(number) {
+                    twin.writer.set_eligible(holder, eligible);
+                    twin.model.holders.get_mut(&holder).unwrap().eligible = eligible;
+                },
+                Deed::Publish => prop_assert!(twin.writer.try_publish()),
+                Deed::Check => twin.check(&reader, cut),
+            }
+        }
+        twin.check(&reader, cut);
+        // Nothing is left of what nobody holds.
+        for holder in twin.model.holders.keys() {
+            twin.writer.retire_holder(*holder);
+        }
+        publish_all(&mut twin.writer);
+        prop_assert!(reader.enter().unwrap().0.is_empty());
     }
 }
 

@@ -3,18 +3,25 @@
 //! **Invariant.** A run never says more than was seen: a holder that is masked, retired or replaced between two slices
 //! loses what it had, and one that becomes eligible after block 0 was shown is not taken up.
 //!
-//! All holders still in the run stand at the same depth, so only those that drop out are written down. A set equal to
-//! the last one (see [`super::sets`]) changes nothing and costs one comparison.
+//! All holders still in the run stand at the same depth, so only those that drop out are written down. The table's runs
+//! of blocks are passed one by one: a comparison of their keys with the prompt's, and one look at each holder's row.
 
-use super::sets::{INLINE_MAX, SetRef};
+use super::runs::{RUN_MAX, Row};
+use super::slots::Place;
 use super::table::{Slot, SlotState, Table};
 use super::{Guard, Run, SpaceIndex};
 use crate::ids::BlockKey;
 
-/// Keys looked up before their sets are looked at, so that the memory accesses overlap.
-const BATCH: usize = 32;
 /// `Member::blocks` of a holder that has all keys so far.
 const ALL: u32 = u32::MAX;
+/// Keys between two that are looked up ahead of their turn: one for each run of the table.
+const STRIDE: usize = RUN_MAX;
+/// Keys that are looked up at once, so that their accesses to memory overlap.
+const AHEAD: usize = 8;
+/// Pieces of runs are short below this many blocks.
+const SHORT: usize = 4;
+/// After so many short pieces one after the other every key is looked up.
+const SHORTS: u32 = 2;
 
 /// Longest contiguous run per holder over the keys shown so far. Kept and restarted, it allocates only while it
 /// meets more holders than ever before.
@@ -82,65 +89,51 @@ impl Walk {
 
     /// Shows the next keys; false once no eligible holder can go further.
     pub(super) fn advance(&mut self, table: &Table, keys: &[BlockKey]) -> bool {
-        let first = self.shown == 0;
+        let mut first = self.shown == 0;
         self.shown = self.shown.saturating_add(u32::try_from(keys.len()).unwrap_or(u32::MAX));
-        table.touch(keys.iter().take(BATCH + usize::from(first)).copied());
-        let mut rest = keys;
-        if first {
-            let Some((key, others)) = keys.split_first() else { return true };
-            if !self.begin(table, *key) {
-                return false;
-            }
-            rest = others;
-        } else {
+        if first && keys.is_empty() {
+            return true;
+        }
+        if !first {
             self.forget_changed(table);
         }
-        if self.alive.is_empty() {
-            return false;
+        let mut ahead = Ahead::default();
+        let mut at = 0;
+        while at < keys.len() && (first || !self.alive.is_empty()) {
+            let Some(place) = ahead.place(table, keys, at) else {
+                self.alive.clear();
+                return false;
+            };
+            let (blocks, position) = (table.run(place), place.position());
+            let same = blocks.same(position, &keys[at..]);
+            let mut inline = [Row::NONE];
+            let rows = blocks.rows(&mut inline);
+            if std::mem::take(&mut first) {
+                self.begin(table, rows, position, same as u32);
+            } else {
+                self.keep(rows, position, same as u32);
+            }
+            self.depth += same as u32;
+            at += same;
+            ahead.passed(same);
         }
-        let mut last = None;
-        while !rest.is_empty() {
-            let (batch, others) = rest.split_at(rest.len().min(BATCH));
-            rest = others;
-            table.touch(rest.iter().take(BATCH).copied());
-            let mut sets = [SetRef::EMPTY; BATCH];
-            for (set, key) in sets.iter_mut().zip(batch) {
-                *set = table.find(*key);
-                if set.is_empty() {
-                    break;
-                }
-            }
-            let mut inline = [[0; INLINE_MAX]; BATCH];
-            let mut holders: [&[u16]; BATCH] = [&[]; BATCH];
-            for ((holders, inline), set) in holders.iter_mut().zip(&mut inline).zip(sets) {
-                *holders = table.sets.holders(set, inline);
-            }
-            std::hint::black_box(holders.iter().fold(0, |seen, set| seen ^ set.first().map_or(0, |holder| *holder)));
-            for (set, holders) in sets.into_iter().zip(holders).take(batch.len()) {
-                if last != Some(set) {
-                    self.keep(holders);
-                    if self.alive.is_empty() {
-                        return false;
-                    }
-                    last = Some(set);
-                }
-                self.depth += 1;
-            }
-        }
-        true
+        !self.alive.is_empty()
     }
 
-    /// Takes up the eligible holders of block 0.
-    fn begin(&mut self, table: &Table, key: BlockKey) -> bool {
+    /// Takes up the eligible holders of block 0, of the first so many blocks.
+    fn begin(&mut self, table: &Table, rows: &[Row], position: usize, blocks: u32) {
         self.slots_version = table.slots_version;
-        for &holder in table.sets.holders(table.find(key), &mut [0; INLINE_MAX]) {
-            let counts = |slot: &&Slot| slot.state == SlotState::Eligible && slot.space == self.space;
-            let Some(slot) = table.slot(holder).filter(counts) else { continue };
-            self.alive.push(Alive { holder, member: self.members.len() as u16 });
-            self.members.push(Member { holder, generation: slot.generation, blocks: ALL });
+        for row in rows {
+            let has = (row.bits >> position).trailing_ones();
+            let counts = |slot: &&Slot| slot.state == SlotState::Eligible && slot.space == self.space && has > 0;
+            let Some(slot) = table.slot(row.holder).filter(counts) else { continue };
+            let (holder, generation) = (row.holder, slot.generation);
+            let is_alive = has >= blocks;
+            if is_alive {
+                self.alive.push(Alive { holder, member: self.members.len() as u16 });
+            }
+            self.members.push(Member { holder, generation, blocks: if is_alive { ALL } else { has } });
         }
-        self.depth = 1;
-        !self.alive.is_empty()
     }
 
     /// Drops what was seen of holders that are not what they were when it was seen.
@@ -157,28 +150,74 @@ impl Walk {
         }
     }
 
-    /// Ends the run of every holder that is not in the (sorted) set. Most often all are, or all but one: what is equal
-    /// is passed over together.
-    fn keep(&mut self, set: &[u16]) {
-        let (mut kept, mut next, mut rest) = (0, 0, set);
-        while next < self.alive.len() {
-            let same =
-                self.alive[next..].iter().zip(rest).take_while(|(alive, holder)| alive.holder == **holder).count();
-            self.alive.copy_within(next..next + same, kept);
-            (kept, next, rest) = (kept + same, next + same, &rest[same..]);
-            let Some(&Alive { holder, member }) = self.alive.get(next) else { break };
-            // A set far larger than what is alive is not gone through one by one.
-            let skip = if (self.alive.len() - next) * 8 < rest.len() {
-                rest.partition_point(|&other| other < holder)
-            } else {
-                rest.iter().take_while(|&&other| other < holder).count()
+    /// Ends the run of every holder that has not all of so many blocks.
+    fn keep(&mut self, rows: &[Row], position: usize, blocks: u32) {
+        let (mut rest, depth) = (rows, self.depth);
+        let members = &mut self.members;
+        self.alive.retain(|alive| {
+            // Rows far more than what is alive are not gone through one by one.
+            let skip = match rest.first() {
+                Some(row) if row.holder >= alive.holder => 0,
+                _ if rest.len() > 64 => rest.partition_point(|row| row.holder < alive.holder),
+                _ => rest.iter().take_while(|row| row.holder < alive.holder).count(),
             };
             rest = &rest[skip..];
-            if rest.first() != Some(&holder) {
-                self.members[usize::from(member)].blocks = self.depth;
-                next += 1;
+            let row = rest.first().filter(|row| row.holder == alive.holder);
+            let has = row.map_or(0, |row| (row.bits >> position).trailing_ones());
+            if has < blocks {
+                members[usize::from(alive.member)].blocks = depth + has;
             }
+            has >= blocks
+        });
+    }
+}
+
+/// Where keys stand that have not had their turn.
+#[derive(Debug, Default)]
+struct Ahead {
+    places: [Option<Place>; AHEAD],
+    /// Which key the first of them is of, and how many keys lie between two.
+    from: usize,
+    stride: usize,
+    /// Pieces passed in a row that were short.
+    short: u32,
+}
+
+impl Ahead {
+    /// Where a key stands; none where nobody holds it.
+    fn place(&mut self, table: &Table, keys: &[BlockKey], at: usize) -> Option<Place> {
+        let stride = if self.short < SHORTS { STRIDE } else { 1 };
+        if self.stride == 0 || self.stride > stride || at >= self.from + AHEAD * self.stride {
+            self.look(table, keys, at, stride);
         }
-        self.alive.truncate(kept);
+        let there = |place: &Place| table.run(*place).is_at(place.position(), keys[at]);
+        self.known(at).filter(there).or_else(|| table.find(keys[at]))
+    }
+
+    /// Where a key stands if it stands in one run with the next that was looked up.
+    fn known(&self, at: usize) -> Option<Place> {
+        let steps = (at - self.from).div_ceil(self.stride);
+        let place = (*self.places.get(steps)?)?;
+        let before = self.from + steps * self.stride - at;
+        Some(place.at(place.position().checked_sub(before)?))
+    }
+
+    /// Looks up every so many keys from one on. Each step reads what it needs of all of them before the next: a branch
+    /// that waits for memory keeps what comes after it from being read.
+    fn look(&mut self, table: &Table, keys: &[BlockKey], from: usize, stride: usize) {
+        (self.places, self.from, self.stride) = ([None; AHEAD], from, stride);
+        let chosen = || keys[from..].iter().step_by(stride).take(AHEAD).copied();
+        table.touch(chosen());
+        for (place, key) in self.places.iter_mut().zip(chosen()) {
+            *place = table.guess(key);
+        }
+        let runs = || self.places.iter().flatten().map(|place| table.run(*place));
+        std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.live()));
+        std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.touch()));
+    }
+
+    /// Notes how long the piece of a run was that was passed.
+    fn passed(&mut self, blocks: usize) {
+        self.short = if blocks < SHORT { self.short + 1 } else { 0 };
     }
 }

@@ -10,8 +10,7 @@
 
 use std::collections::VecDeque;
 
-use super::sets::INLINE_MAX;
-use super::table::{Change, Op, Table};
+use super::table::{Change, Op, Table, What};
 use super::{Medium, SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
 
@@ -27,6 +26,8 @@ const REBUILD_SCAN: usize = 256;
 pub const PENDING_MAX: usize = 1 << 21;
 /// Holders of one inventory.
 pub const HOLDERS_MAX: usize = 65_535;
+/// No holder's number.
+const NOBODY: HolderIndex = HolderIndex(u16::MAX);
 
 /// The writing end; exactly one, owned by the ingest thread. Dropping it waits for the readers that hold a guard.
 #[derive(Debug)]
@@ -50,6 +51,8 @@ pub struct Writer {
     /// Sweeps ever staged; the next goes to segment `sweeps % segments`.
     sweeps: u64,
     rebuild_next: usize,
+    /// The key last stored, where the next follows it.
+    last: Option<BlockKey>,
     stores_dropped: u64,
     queue_max: usize,
 }
@@ -96,6 +99,7 @@ impl Writer {
             segments: segments as u64,
             sweeps: 0,
             rebuild_next: 0,
+            last: None,
             stores_dropped: 0,
             queue_max: PENDING_MAX,
         }
@@ -176,28 +180,39 @@ impl Writer {
         }
     }
 
+    /// The block that the next one stored follows in prompts; none where it is the first. Without it a block follows the
+    /// one stored before. A hint: who is wrong about it makes look-ups slower and nothing else.
+    pub fn follow(&mut self, before: Option<BlockKey>) {
+        if self.last == before || self.queue.len() >= self.queue_max {
+            return;
+        }
+        self.last = before;
+        let (key, what) = before.map_or((BlockKey(0), What::Begin), |key| (key, What::Follow));
+        self.enqueue(Queued::Change(Change { key, holder: NOBODY, what }));
+    }
+
     /// The holder has the block now (0→1 of its copies).
     pub fn store(&mut self, key: BlockKey, holder: HolderIndex) {
         debug_assert!(self.slots[holder.index()].in_use, "a retired holder stores nothing");
         if self.queue.len() >= self.queue_max {
             self.stores_dropped += 1;
         } else {
-            self.enqueue(Queued::Change(Change { key, holder, held: true }));
+            self.last = Some(key);
+            self.enqueue(Queued::Change(Change { key, holder, what: What::Store }));
         }
     }
 
     /// The holder no longer has the block (1→0 of its copies).
     pub fn remove(&mut self, key: BlockKey, holder: HolderIndex) {
         debug_assert!(self.slots[holder.index()].in_use, "a retired holder removes nothing");
-        self.enqueue(Queued::Change(Change { key, holder, held: false }));
+        self.last = None;
+        self.enqueue(Queued::Change(Change { key, holder, what: What::Remove }));
     }
 
     /// Whether one of these holders has the key, as far as that is published.
     #[must_use]
     pub fn is_held(&self, key: BlockKey, by: impl Fn(HolderIndex) -> bool) -> bool {
-        let Some(table) = self.handle.enter() else { return false };
-        let mut inline = [0; INLINE_MAX];
-        table.sets.holders(table.find(key), &mut inline).iter().any(|holder| by(HolderIndex(*holder)))
+        self.handle.enter().is_some_and(|table| table.is_held(key, |holder| by(HolderIndex(holder))))
     }
 
     /// Work not yet published: operations, and segments still to be swept. Zero means that the next publish has
@@ -248,7 +263,9 @@ impl Writer {
         let mut changes = Vec::with_capacity(take);
         for queued in queue.drain(..take) {
             match queued {
-                Queued::Change(change) if slots[change.holder.index()].in_use => changes.push(change),
+                Queued::Change(change) if change.holder == NOBODY || slots[change.holder.index()].in_use => {
+                    changes.push(change);
+                }
                 Queued::Eligible { holder, flips } => {
                     let slot = slots[holder.index()];
                     if slot.in_use && slot.flips == flips {

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use super::Proxy;
 use super::answer::Refusal;
+use super::claiming::Claiming;
 use super::client::{Client, Request, is_ours};
 use super::evidence;
 use super::handed;
@@ -299,9 +300,16 @@ impl Attempt<'_> {
             (Evidence::Scored { prompt_tokens, .. }, Some(runs)) => Evidence::Scored { prompt_tokens, runs },
             (evidence, _) => evidence,
         };
+        let body = &self.request.bytes[self.request.head.len..];
+        let claiming = Claiming::of(&self.proxy.claims, &self.local.service, score, body);
+        let claims = claiming.as_ref().map(Claiming::found).unwrap_or_default();
         let speculative_tokens = self.guessed_tokens();
-        let facts = Facts { speculative_tokens, ..self.known.facts(self.proxy, self.local, evidence, tried) };
-        route::decide(&self.local.service, &facts, &mut chooser)
+        let facts =
+            Facts { speculative_tokens, claims: &claims, ..self.known.facts(self.proxy, self.local, evidence, tried) };
+        let decision = route::decide(&self.local.service, &facts, &mut chooser)?;
+        // Before anything is awaited: the next decision must see it.
+        claiming.inspect(|claiming| claiming.claim(&decision));
+        Some(decision)
     }
 
     /// What is said when no endpoint is left.

@@ -13,6 +13,7 @@
 mod answer;
 mod ask;
 mod asked;
+mod claiming;
 mod client;
 mod evidence;
 mod exchange;
@@ -35,6 +36,7 @@ use std::sync::Arc;
 use monoio::net::TcpStream;
 
 use crate::affinity::{Affinity, LocalAffinity};
+use crate::claims::Claims;
 use crate::executor::{Aside, Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
@@ -56,6 +58,7 @@ pub struct Proxy {
     id: ShardId,
     limits: Limits,
     loads: Arc<LoadTable>,
+    claims: Arc<Claims>,
     routes: RefCell<Rc<Routes>>,
     pools: Pools,
     connections: Rc<Connections>,
@@ -78,6 +81,7 @@ impl Proxy {
         id: ShardId,
         limits: Limits,
         loads: Arc<LoadTable>,
+        claims: Arc<Claims>,
         affinity: &Arc<Affinity>,
         aside: Option<Aside>,
     ) -> Self {
@@ -86,6 +90,7 @@ impl Proxy {
             id,
             limits,
             loads,
+            claims,
             routes: RefCell::new(Rc::new(Routes::empty())),
             pools: Pools::default(),
             connections: Rc::default(),

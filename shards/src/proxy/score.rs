@@ -9,9 +9,10 @@ use crate::belief::NamedRank;
 use crate::block::Contract;
 use crate::block::vllm::Tagging;
 use crate::bos::{ModelPlace, OtherBos};
+use crate::claims::Claimable;
 use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
 use crate::feedback::Compared;
-use crate::ids::{BlockKey, EndpointIndex, Rank};
+use crate::ids::{BlockKey, EndpointIndex, Rank, ServiceId};
 use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{
@@ -78,6 +79,14 @@ pub struct PromptKeys {
     ids: Option<Box<[u8]>>,
 }
 
+#[cfg(test)]
+impl PromptKeys {
+    /// Keys of the service's own space alone.
+    pub fn of(own: Vec<BlockKey>) -> Self {
+        PromptKeys { own, others: Vec::new(), other_bos: None, ids: None }
+    }
+}
+
 impl Score {
     /// The prompt's first block, in the service's own keys, and whether any of it is held.
     #[must_use]
@@ -91,6 +100,22 @@ impl Score {
     pub fn ids(&self) -> Option<&[u8]> {
         let Score::Runs { keys, .. } = self else { return None };
         keys.ids.as_deref()
+    }
+
+    /// The prompt as claims see it; none where nothing of it can be claimed. The request's hash stands for what was not
+    /// keyed.
+    #[must_use]
+    pub fn claimable(
+        &self,
+        service: ServiceId,
+        block_tokens: u32,
+        request: impl FnOnce() -> u64,
+    ) -> Option<Claimable<'_>> {
+        let Score::Runs { prompt_tokens, keys, .. } = self else { return None };
+        let keys = &keys.own[..];
+        let is_cut = prompt_tokens / u64::from(block_tokens.max(1)) > keys.len() as u64;
+        let whole = is_cut.then(|| (request(), *prompt_tokens));
+        (whole.is_some() || !keys.is_empty()).then_some(Claimable { service, keys, block_tokens, whole })
     }
 
     /// What the endpoint's engine will hold once it has answered, beyond what it holds now. `rank` served it, where that is

@@ -93,8 +93,8 @@ pub struct TrieMatch {
 pub struct Claimed {
     /// The endpoint.
     pub endpoint: EndpointIndex,
-    /// The rank that was asked for.
-    pub rank: Rank,
+    /// The rank that was asked for; none where the engine chose.
+    pub rank: Option<Rank>,
     /// Tokens from the prompt's beginning on.
     pub tokens: u64,
 }

@@ -147,7 +147,7 @@ impl Prompt<'_> {
         let tier = if rows.worth[place] > 0 { Tier::KvExact } else { Tier::Claim };
         let decision = self.at(place, tier, Reason::Claim, rows);
         Decision {
-            rank: Some(claim.rank),
+            rank: claim.rank,
             claimed_tokens: claim.tokens.min(self.tokens).saturating_sub(decision.hit_tokens),
             miss,
             ..decision

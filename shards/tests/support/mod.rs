@@ -76,6 +76,7 @@ impl Gateway {
             first_rung: rung,
             limits,
             loads: Arc::clone(&loads),
+            claims: Arc::default(),
             affinity: shards::affinity::Affinity::new().0,
             aside: Some(Aside::start().expect("a thread")),
         })

@@ -20,6 +20,9 @@ pub(super) fn check(gateway: &Gateway, report: &mut Report) {
         return report.wrong(&subject, "reach", "what answers there is no kvlane gateway", fix);
     }
     report.right(&subject, "reach", "its management API answers");
+    if let Ok(rules) = gateway.get("/config/loadbalancer/all").await {
+        list(&rules, "lbAttr").iter().for_each(|rule| report_address(&rule["serviceArguments"], report));
+    }
     for endpoint in list(&parity, "endpoints") {
         report_endpoint(endpoint, report);
     }
@@ -44,6 +47,15 @@ fn subject(value: &Value) -> String {
     let name = text(value, "name");
     let rule = if name.is_empty() { format!("rule {}", value["service_id"]) } else { name.to_owned() };
     format!("gateway: {rule} → {}", text(value, "endpoint"))
+}
+
+/// An address that the gateway's host does not hold is right before a failover, and wrong for ever.
+fn report_address(service: &Value, report: &mut Report) {
+    let subject = format!("gateway: rule {}", service["service_id"]);
+    for warning in list(service, "warnings").iter().filter_map(Value::as_str) {
+        let says = format!("{}: {warning}", text(service, "externalIP"));
+        report.unknown(&subject, "address", says, "give the host the address, unless it comes with a failover");
+    }
 }
 
 fn report_endpoint(endpoint: &Value, report: &mut Report) {

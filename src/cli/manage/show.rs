@@ -54,7 +54,7 @@ enum What {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Form {
     /// A table.
-    #[value(name = "table", alias = "")]
+    #[value(name = "table")]
     Table,
     /// A table with every endpoint.
     Wide,

@@ -187,6 +187,8 @@ pub(crate) struct DrainSource {
     /// First blocks announced, and those that parity by use was told of.
     first_blocks: u64,
     first_blocks_told: u64,
+    /// Times a rank was emptied.
+    clears: u64,
     /// Blocks given up since then, at most [`EVICTED_MAX`] of them.
     evicted: Vec<BlockKey>,
 }
@@ -223,6 +225,7 @@ impl DrainSource {
             distinct: 0,
             first_blocks: 0,
             first_blocks_told: 0,
+            clears: 0,
             evicted: Vec::new(),
         }
     }
@@ -259,6 +262,11 @@ impl DrainSource {
         !self.drain.batches.is_empty()
     }
 
+    /// Times a rank was emptied.
+    pub(crate) fn clears(&self) -> u64 {
+        self.clears
+    }
+
     /// Keys the engine has, each once whatever the number of its ranks.
     pub(crate) fn distinct(&self) -> u64 {
         self.distinct
@@ -268,6 +276,7 @@ impl DrainSource {
     pub(crate) fn visit(&mut self, writer: &mut Writer) {
         for batch in self.drain.batches.try_iter().take(BATCHES_PER_VISIT).collect::<Vec<_>>() {
             let mut since_publish = 0;
+            writer.follow(None);
             for op in batch.ops {
                 self.apply(op, writer);
                 since_publish += 1;
@@ -299,6 +308,7 @@ impl DrainSource {
             }
             Op::Wide { rank, medium, key, held: false } => self.has_no_more(rank, medium, key, writer),
             Op::Clear(rank) => {
+                self.clears += 1;
                 if let Some(holders) = self.holders.get_mut(usize::from(rank)) {
                     std::mem::take(holders).into_iter().flatten().for_each(|holder| writer.retire_holder(holder));
                 }

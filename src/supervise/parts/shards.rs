@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use shards::affinity::Affinity;
+use shards::claims::Claims;
 use shards::executor::{Aside, Rung};
 use shards::ids::ShardId;
 use shards::limits::Limits;
@@ -82,6 +83,7 @@ pub(crate) struct Shards {
     ring_entries: u32,
     limits: Limits,
     loads: Arc<LoadTable>,
+    claims: Arc<Claims>,
     affinity: Arc<Affinity>,
     backlog: u32,
     /// Does for all shards what cannot be sliced; on the control core.
@@ -109,6 +111,7 @@ impl Shards {
             ring_entries: config.ring_entries,
             limits: config.limits.clone(),
             loads: Arc::clone(loads),
+            claims: Arc::default(),
             affinity: Arc::clone(affinity),
             backlog: config.listen_backlog,
             aside: Aside::start().map_err(PartError::AsideStart)?,
@@ -129,6 +132,7 @@ impl Shards {
             first_rung: Rung::DeferTaskrun,
             limits: self.limits.clone(),
             loads: Arc::clone(&self.loads),
+            claims: Arc::clone(&self.claims),
             affinity: Arc::clone(&self.affinity),
             aside: Some(self.aside.clone()),
         };

@@ -3,6 +3,7 @@
 //! **Invariant.** A slice is bounded by [`SLICE_BYTES`] of text wherever the tokenizer has a proved cut; the keys are
 //! those of the whole prompt. A job may be dropped between any two slices.
 
+mod ids;
 mod opening;
 mod pending;
 
@@ -12,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use tokenizers::pipeline::PipelineToken;
 
+use self::ids::{SLICE_IDS, read_ids};
 use self::opening::Opening;
 pub use self::pending::{Begun, Glimpse, Pending};
 use super::Api;
@@ -34,14 +36,6 @@ pub const SLICE_BYTES: usize = 8 * 1024;
 const RUN_BYTES_MAX: usize = 4 * 1024;
 /// Time after which a slice ends at the next mark: some texts tokenize ten times slower than others.
 const SLICE_TIME: Duration = Duration::from_micros(150);
-/// Token ids read from a list in one slice.
-const SLICE_IDS: usize = 4096;
-/// Bytes of a list after which its slice ends, however few ids they spell.
-const SLICE_LIST_BYTES: usize = 128 * 1024;
-/// Blanks beside an id that are passed over in one slice.
-const BLANKS_MAX: usize = 64 * 1024;
-/// Bytes of an id that are looked at: one more than the largest has.
-const ID_DIGITS_MAX: usize = 11;
 /// Bytes per token assumed until the first slice has shown better.
 const BYTES_PER_TOKEN_ASSUMED: u64 = 4;
 
@@ -512,35 +506,6 @@ pub(super) const PIECE: PieceLengths = PieceLengths {
 fn is_long_run(piece: &[u8]) -> bool {
     piece.len() > RUN_BYTES_MAX
         && piece.iter().zip(&piece[1..]).filter(|(byte, next)| byte == next).count() > piece.len() / 2
-}
-
-/// Reads ids of a JSON list up to the slice's limit; the rest, or none when the list is over.
-fn read_ids<'a>(list: &'a str, ids: &mut Vec<u32>) -> Result<Option<&'a str>, MissReason> {
-    let mut rest = list;
-    for _ in 0..SLICE_IDS {
-        let blanks = blanks(rest);
-        rest = &rest[blanks..];
-        if blanks == BLANKS_MAX || list.len() - rest.len() > SLICE_LIST_BYTES {
-            return Ok(Some(rest));
-        }
-        let digits = rest.bytes().take(ID_DIGITS_MAX).take_while(u8::is_ascii_digit).count();
-        ids.push(rest[..digits].parse().map_err(|_| MissReason::Tokenize)?);
-        rest = &rest[digits..];
-        // So many blanks behind an id as are looked at in one slice: nobody writes more.
-        rest = &rest[self::blanks(rest)..];
-        match rest.as_bytes().first() {
-            Some(b',') => rest = &rest[1..],
-            Some(b']') => return Ok(None),
-            _ => return Err(MissReason::Tokenize),
-        }
-    }
-    Ok(Some(rest))
-}
-
-/// Blanks that the text begins with, up to [`BLANKS_MAX`].
-fn blanks(text: &str) -> usize {
-    let blanks = text.bytes().take(BLANKS_MAX);
-    blanks.take_while(|byte| matches!(byte, b' ' | b'\n' | b'\r' | b'\t')).count()
 }
 
 #[cfg(test)]

@@ -70,7 +70,8 @@ fn hard_gives_each_holder_its_part_by_what_its_cache_holds() {
     // Of 4 requests a quarter is 1 and three quarters are 3.
     check(&[1_000, 3_000], &[1, 3, 0], (0, None, 1));
     check(&[1_000, 3_000], &[3, 1, 0], (1, Some(0), 1));
-    check(&[3_000, 1_000], &[3, 1, 0], (0, None, 3));
+    // Both are at their parts: the least loaded.
+    check(&[3_000, 1_000], &[3, 1, 0], (1, Some(0), 3));
     check(&[3_000, 1_000], &[2, 2, 0], (0, None, 3));
     // Whoever does not tell counts as the mean of those that do: 4 / 2 = 2 each.
     check(&[1_000], &[2, 2, 0], (0, None, 2));

@@ -131,7 +131,8 @@ impl Asked {
         prop_assert!(eligible.contains(&chosen));
         let by_key = matches!(decision.tier, Tier::KvExact);
         let decided_above = matches!(decision.tier, Tier::Session | Tier::Trie | Tier::Rescue);
-        prop_assert_eq!(decision.miss.is_some(), !by_key && !decided_above);
+        // A claim may decide also where others have some of the prompt.
+        prop_assert!(decision.tier == Tier::Claim || decision.miss.is_some() == (!by_key && !decided_above));
         prop_assert_eq!(decision.terms.candidates as usize, eligible.len());
         if !by_key {
             prop_assert_eq!((decision.hit_blocks, decision.spilled_from, decision.seeded_from), (0, None, None));
@@ -171,7 +172,7 @@ proptest! {
             let tried: Vec<_> = asked.tried.iter().copied().map(EndpointIndex).collect();
             let claims = asked.claims.iter();
             let claims: Vec<_> = claims
-                .map(|&(endpoint, tokens)| Claimed { endpoint: EndpointIndex(endpoint), rank: Rank(0), tokens })
+                .map(|&(endpoint, tokens)| Claimed { endpoint: EndpointIndex(endpoint), rank: Some(Rank(0)), tokens })
                 .collect();
             let pin = |prefill| Pin { prefill: EndpointIndex(prefill), decode: None };
             let found = |(endpoint, matched_percent)| TrieMatch { endpoint: EndpointIndex(endpoint), matched_percent };

@@ -1,12 +1,10 @@
 //! The management API, row by row of the reference, against one gateway process; every answer is compared with the
 //! OpenAPI document that the gateway serves.
 
-mod common;
-
-use common::engines::StubEngine;
-use common::gateway::{Gateway, Options};
-use common::schema::Document;
-use common::{client, free_port, wait_for};
+use crate::common::engines::StubEngine;
+use crate::common::gateway::{Gateway, Options};
+use crate::common::schema::Document;
+use crate::common::{client, free_port, wait_for};
 use serde_json::{Value, json};
 
 const BASE: &str = "/netlox/v1";
@@ -137,7 +135,7 @@ fn status_and_stats_follow_the_endpoints() {
     api.done("POST", LB, &rule(port, &[endpoint(&engine)], &json!({})));
     assert_eq!(api.get(&format!("{path}/status"))["adminStateUp"], true);
     assert_eq!(status(), "ONLINE");
-    client::get(([127, 0, 0, 1], port).into(), "/v1/models");
+    client::get(([127, 0, 0, 1], port).into(), "/anything");
     let stats = api.get(&format!("{path}/stats"));
     assert_eq!(stats, json!({"activeConnections": 0, "totalConnections": 1}));
 
@@ -305,6 +303,54 @@ fn rules_are_counted_from_zero_and_the_oldest_kv_rule_answers_for_rule_zero() {
 }
 
 #[test]
+fn a_decision_is_explained_and_nothing_is_sent() {
+    let api = Api::start(Options::default());
+    let engine = StubEngine::start();
+    let request = json!({"model": "m", "prompt": "a planted prompt"});
+    api.refused("POST", "/config/ai/kv/explain", &request, 404, "no-rule");
+    for more in [json!({}), json!({"kvExactMode": 3})] {
+        api.done("POST", LB, &rule(free_port(), &[endpoint(&engine)], &more));
+    }
+    for (service, miss) in [(0, "mode_off"), (1, "tokenizer_missing")] {
+        let path = format!("/config/ai/kv/explain?service_id={service}&path=/v1/completions");
+        let (status, answer) = api.ask("POST", &path, &request);
+        assert_eq!((status, &answer["prompt"]["miss"]), (200, &json!(miss)), "{answer}");
+        assert_eq!((&answer["decision"]["ep_idx"], &answer["decision"]["miss"]), (&json!(0), &json!(miss)));
+        assert_eq!(answer["endpoints"][0]["candidate"], true);
+        assert!(!answer.to_string().contains("planted"), "{answer}");
+    }
+    api.refused("POST", "/config/ai/kv/explain?service_id=9", &request, 404, "no-rule");
+    api.refused("POST", "/config/ai/kv/explain?service_id=x", &request, 400, "is no number");
+    api.refused("POST", "/config/ai/kv/explain", &json!([1]), 400, "no JSON object");
+    assert!(engine.seen().is_empty(), "nothing was sent");
+}
+
+#[test]
+fn an_address_may_come_later_and_rules_may_share_one() {
+    let api = Api::start(Options::default());
+    let (one, two) = (StubEngine::start(), StubEngine::start());
+    let mut later = rule(free_port(), &[endpoint(&one)], &json!({}));
+    later["serviceArguments"]["externalIP"] = json!("192.0.2.7");
+    api.done("POST", LB, &later);
+    assert_eq!(api.rules()[0]["serviceArguments"]["warnings"], json!(["address not on host"]));
+    api.refused("POST", LB, &api.rules()[0], 409, "lbrule-exists error");
+    let port = free_port();
+    for (engine, model) in [(&one, "a"), (&two, "b")] {
+        api.done("POST", LB, &rule(port, &[endpoint(engine)], &json!({"model_name": model})));
+    }
+    assert_eq!(api.rules()[1]["serviceArguments"]["warnings"], Value::Null);
+    for (engine, model) in [(&one, "a"), (&two, "b")] {
+        let before = engine.seen().len();
+        let answer =
+            client::post(([127, 0, 0, 1], port).into(), "/v1/completions", &json!({"model": model, "prompt": "x"}));
+        assert_eq!((answer.status, engine.seen().len()), (200, before + 1), "{model}");
+    }
+    api.done("DELETE", &format!("{}?model_name=a", forms(port)[0]), &Value::Null);
+    let answer = client::post(([127, 0, 0, 1], port).into(), "/v1/completions", &json!({"model": "b", "prompt": "x"}));
+    assert_eq!(answer.status, 200, "the other rule goes on");
+}
+
+#[test]
 fn hosts_are_registered_shown_taken_out_and_left_to_their_probes_again() {
     let api = Api::start(Options::default());
     let engine = StubEngine::start();
@@ -329,7 +375,7 @@ fn hosts_are_registered_shown_taken_out_and_left_to_their_probes_again() {
     assert_eq!(shown(), "ok");
     api.done("POST", "/config/endpointhoststate", &state("red"));
     assert_eq!(shown(), "nok");
-    let ask = || client::get(([127, 0, 0, 1], port).into(), "/v1/models").status;
+    let ask = || client::get(([127, 0, 0, 1], port).into(), "/anything").status;
     assert_eq!(ask(), 503, "nothing is sent to a host that was taken out");
     api.done("POST", "/config/endpointhoststate", &state("green"));
     wait_for("probes bring it back", || (shown() == "ok").then_some(()));
@@ -407,8 +453,13 @@ fn a_snapshot_is_restored_whole_or_not_at_all() {
 
     let (status, answer) = api.ask("POST", "/config/restore?mode=commit", &snapshot);
     assert_eq!((status, &answer["difference"]), (200, &dry["difference"]));
-    assert_eq!(api.get("/config/snapshot"), snapshot);
-    assert_eq!(client::get(([127, 0, 0, 1], ports[0]).into(), "/v1/models").status, 200);
+    let by_port = |snapshot: &Value| {
+        let mut rules = snapshot["lbAttr"].as_array().expect("a list").clone();
+        rules.sort_by_key(|rule| rule["serviceArguments"]["port"].as_u64());
+        rules
+    };
+    assert_eq!(by_port(&api.get("/config/snapshot")), by_port(&snapshot));
+    assert_eq!(client::get(([127, 0, 0, 1], ports[0]).into(), "/anything").status, 200);
     api.refused("POST", "/config/restore?mode=x", &snapshot, 400, "neither dry-run nor commit");
     api.refused("POST", "/config/restore", &json!({"lbAttr": [], "version": 2}), 400, "version");
 }

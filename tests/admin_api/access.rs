@@ -1,0 +1,215 @@
+//! Who may use the management API, over what, and what is never told.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use crate::common::engines::StubEngine;
+use crate::common::gateway::{Gateway, Options};
+use crate::common::{Scratch, client, free_address, free_port, wait_for};
+use serde_json::json;
+
+const LB: &str = "/netlox/v1/config/loadbalancer";
+
+/// Runs the command line; what it printed.
+fn kvlane(arguments: &[&str]) -> (Option<i32>, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvlane")).args(arguments).output().expect("the binary was built");
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.code(), String::from_utf8_lossy(&text).trim().to_owned())
+}
+
+fn new_token(file: &Path, name: &str, role: &str) -> String {
+    let (code, token) = kvlane(&["token", name, "--role", role, "--file", file.to_str().expect("text")]);
+    assert_eq!(code, Some(0), "{token}");
+    token
+}
+
+fn ask(gateway: &Gateway, method: &str, path: &str, token: Option<&str>, body: &str) -> client::Answer {
+    let mut connection = client::Connection::open(gateway.admin).expect("connected");
+    let authorization = token.map(|token| format!("Bearer {token}"));
+    let headers: Vec<(&str, &str)> = authorization.iter().map(|value| ("Authorization", value.as_str())).collect();
+    connection.request(method, path, &headers, body.as_bytes()).expect("sent");
+    connection.answer().expect("an answer")
+}
+
+#[test]
+fn without_a_token_nobody_is_let_in_and_a_viewer_changes_nothing() {
+    let scratch = Scratch::new("tokens");
+    let file = scratch.path().join("tokens");
+    let (admin, viewer) = (new_token(&file, "ops", "admin"), new_token(&file, "eyes", "viewer"));
+    let config = format!("tokens = \"{}\"\n", file.display());
+    let gateway = Gateway::start(Options { config, ..Options::default() });
+    let engine = StubEngine::start();
+    let rule = json!({"serviceArguments": {"externalIP": "127.0.0.1", "port": free_port(), "mode": 4},
+        "endpoints": [{"endpointIP": "127.0.0.1", "targetPort": engine.address.port()}]})
+    .to_string();
+    let all = format!("{LB}/all");
+    for token in [None, Some(""), Some("wrong"), Some(&admin[1..])] {
+        for (method, path, body) in
+            [("GET", all.as_str(), ""), ("POST", LB, rule.as_str()), ("DELETE", all.as_str(), "")]
+        {
+            let answer = ask(&gateway, method, path, token, body);
+            assert_eq!(answer.status, 401, "{method} {path} {token:?}: {}", answer.text());
+            assert_eq!(answer.json()["code"], 401);
+            assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
+        }
+    }
+    for open in ["/version", "/meta", "/metrics"] {
+        assert_eq!(ask(&gateway, "GET", &format!("/netlox/v1{open}"), None, "").status, 200, "{open}");
+    }
+    assert_eq!(ask(&gateway, "GET", &all, Some(&viewer), "").status, 200);
+    for (method, path) in [("POST", LB), ("DELETE", all.as_str()), ("POST", "/netlox/v1/config/params")] {
+        let answer = ask(&gateway, method, path, Some(&viewer), &rule);
+        assert_eq!(answer.status, 403, "{}", answer.text());
+    }
+    assert_eq!(ask(&gateway, "POST", LB, Some(&admin), &rule).status, 200);
+    wait_for("the change is in the audit log, with who made it", || {
+        let log = gateway.log();
+        log.lines()
+            .any(|line| line.contains("kvlane::audit") && line.contains("who=\"ops\"") && line.contains("POST"))
+            .then_some(())
+    });
+    // Our own client, with the token from a file.
+    let secret = scratch.path().join("mine");
+    std::fs::write(&secret, format!("{admin}\n")).expect("writable");
+    let port = gateway.admin.port().to_string();
+    let with = |more: &[&str]| kvlane(&[&["get", "lb", "--port", &port], more].concat());
+    assert_eq!(with(&["--token-file", secret.to_str().expect("text")]).0, Some(0));
+    assert_eq!(with(&["--token", &admin, "--bearer=false"]).0, Some(0), "the classic client sends it bare");
+    assert_eq!(with(&[]).0, Some(3));
+
+    // A token that is taken out of the file lets nobody in any more; a file that others may read changes nothing.
+    let kept = std::fs::read_to_string(&file).expect("ours");
+    std::fs::write(&file, kept.lines().next().expect("two lines")).expect("writable");
+    wait_for("the viewer is gone", || (ask(&gateway, "GET", &all, Some(&viewer), "").status == 401).then_some(()));
+    assert_eq!(ask(&gateway, "GET", &all, Some(&admin), "").status, 200);
+
+    for text in [gateway.log(), std::fs::read_to_string(&file).expect("ours")] {
+        assert!(!text.contains(&admin) && !text.contains(&viewer), "no token is told");
+    }
+}
+
+/// Starts a gateway that must not start; what it says.
+fn refused(config: &str) -> String {
+    let scratch = Scratch::new("refused");
+    let file = scratch.path().join("kvlane.toml");
+    std::fs::write(&file, config).expect("writable");
+    let (code, text) = kvlane(&["serve", "-c", file.to_str().expect("text")]);
+    assert_eq!(code, Some(1), "{text}");
+    text
+}
+
+#[test]
+fn beyond_loopback_protection_is_needed_or_said_not_to_be() {
+    let text = refused("[admin]\nlisten = \"0.0.0.0:11999\"\n");
+    assert!(text.contains("can be reached from other hosts") && text.contains("insecure = true"), "{text}");
+    let text = refused("[admin]\nlisten = \"0.0.0.0:11999\"\ntokens = \"/nowhere/tokens\"\n");
+    assert!(text.contains("can be reached from other hosts"), "tokens in clear are no protection: {text}");
+    let text = refused("[admin]\nlisten = \"127.0.0.1:0\"\ntokens = \"/nowhere/tokens\"\n");
+    assert!(text.contains("[admin] tokens: cannot read /nowhere/tokens"), "{text}");
+    let text = refused("[admin]\nlisten = \"127.0.0.1:0\"\ntls_key = \"/nowhere/key\"\n");
+    assert!(text.contains("tls_certificate: missing"), "{text}");
+    let scratch = Scratch::new("open");
+    let open = scratch.path().join("tokens");
+    std::fs::write(&open, "").expect("writable");
+    std::fs::set_permissions(&open, std::os::unix::fs::PermissionsExt::from_mode(0o644)).expect("ours");
+    let text = refused(&format!("[admin]\nlisten = \"127.0.0.1:0\"\ntokens = \"{}\"\n", open.display()));
+    assert!(text.contains("chmod 600"), "{text}");
+}
+
+#[test]
+fn a_page_in_a_browser_changes_nothing_where_nobody_is_asked_who_they_are() {
+    let gateway = Gateway::start(Options::default());
+    let mut connection = client::Connection::open(gateway.admin).expect("connected");
+    let headers = [("Origin", "http://evil.example"), ("Content-Type", "text/plain")];
+    connection.request("POST", LB, &headers, b"{}").expect("sent");
+    assert_eq!(connection.answer().expect("an answer").status, 403);
+}
+
+#[test]
+fn the_api_speaks_tls_with_a_certificate_that_is_read_again() {
+    let vectors = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors/tls");
+    let scratch = Scratch::new("tls");
+    let (certificate, key) = (scratch.path().join("server.crt"), scratch.path().join("server.key"));
+    let stage = |number: u8| {
+        std::fs::copy(vectors.join(format!("server{number}.crt")), &certificate).expect("writable");
+        std::fs::copy(vectors.join(format!("server{number}.key")), &key).expect("writable");
+    };
+    stage(1);
+    let admin = free_address();
+    let config = scratch.path().join("kvlane.toml");
+    let text = format!(
+        "[admin]\nlisten = \"{admin}\"\ntls_certificate = \"{}\"\ntls_key = \"{}\"\n",
+        certificate.display(),
+        key.display()
+    );
+    std::fs::write(&config, text).expect("writable");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvlane"));
+    let serve = ["serve", "-c", config.to_str().expect("text")];
+    let mut child = command.args(serve).stderr(Stdio::null()).spawn().expect("the binary was built");
+    let port = admin.port().to_string();
+    let version = |authority: &str| {
+        let authority = vectors.join(authority);
+        let authority = authority.to_str().expect("text");
+        kvlane(&["get", "lbversion", "--protocol", "https", "--cacert", authority, "--port", &port]).0
+    };
+    wait_for("the API answers over TLS", || (version("ca1.crt") == Some(0)).then_some(()));
+    assert_eq!(version("ca2.crt"), Some(5), "another authority's certificate is not believed");
+    assert_ne!(kvlane(&["get", "lbversion", "--port", &port]).0, Some(0), "nothing is answered in clear");
+    assert_eq!(kvlane(&["get", "lbversion", "--protocol", "https", "-k", "--port", &port]).0, Some(0));
+    stage(2);
+    wait_for("the new certificate is shown", || (version("ca2.crt") == Some(0)).then_some(()));
+    child.kill().expect("ours");
+    child.wait().expect("ours");
+}
+
+#[test]
+fn a_planted_secret_and_a_planted_prompt_appear_nowhere() {
+    const SECRET: &str = "sk-planted-secret-5f1c";
+    const PROMPT: &str = "planted prompt about a violet giraffe";
+    let state = Scratch::new("planted");
+    let token_file = state.path().join("engine-token");
+    std::fs::write(&token_file, SECRET).expect("writable");
+    std::fs::set_permissions(&token_file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).expect("ours");
+    let config = format!("[state]\ndirectory = \"{}\"\n", state.path().join("state").display());
+    let environment = vec![("RUST_LOG", "debug".to_owned())];
+    let gateway = Gateway::start(Options { config, environment, ..Options::default() });
+    let engine = StubEngine::start();
+    let port = free_port();
+    let rule = json!({"serviceArguments": {"externalIP": "127.0.0.1", "port": port, "mode": 4, "kvExactMode": 3,
+            "engineTokenFile": token_file.to_str()},
+        "endpoints": [{"endpointIP": "127.0.0.1", "targetPort": engine.address.port(), "kvZmqPort": engine.event_port}]});
+    let answer = client::post(gateway.admin, LB, &rule);
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    // A request whose prompt and key are planted, and broken ones that errors are made of.
+    let service = ([127, 0, 0, 1], port).into();
+    let prompt = json!({"model": "m", "prompt": PROMPT}).to_string();
+    let broken = format!("{{\"model\": \"m\", \"prompt\": \"{PROMPT}");
+    for body in [&prompt, &broken] {
+        let mut connection = client::Connection::open(service).expect("connected");
+        let headers = [("Authorization", "Bearer sk-planted-secret-5f1c"), ("Content-Type", "application/json")];
+        connection.request("POST", "/v1/completions", &headers, body.as_bytes()).expect("sent");
+        connection.answer().expect("an answer");
+    }
+    wait_for("the gateway's own calls have shown the token", || gateway.log().contains("rule in force").then_some(()));
+    let mut texts = vec![("log", gateway.log())];
+    for path in [
+        "/metrics",
+        "/config/loadbalancer/all",
+        "/config/snapshot",
+        "/status/ready",
+        "/config/ai/kv/parity",
+        "/config/ai/kv/streams",
+        "/config/ai/kv/models",
+        "/config/endpoint/all",
+        "/status/process",
+    ] {
+        texts.push((path, gateway.api(path).text()));
+    }
+    let kept = std::fs::read_to_string(state.path().join("state/rules.json")).expect("written");
+    texts.push(("state file", kept));
+    for (place, text) in &texts {
+        for planted in [SECRET, PROMPT, "violet giraffe"] {
+            assert!(!text.contains(planted), "{planted:?} is in {place}");
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! Equal cold prompts that come at once: what requests under way will have stored places those that follow.
+
+mod common;
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Barrier};
+
+use common::engines::{Gate, Persona, StubEngine};
+use common::gateway::{Gateway, Options};
+use common::{client, fleet, free_port, wait_for};
+use serde_json::json;
+
+const ENGINES: usize = 8;
+const PROMPTS: usize = 32;
+/// Requests in flight up to which an endpoint gets more of what it is about to have.
+const CLAIM_LOAD: usize = 8;
+
+/// A gateway of two shards over engines that answer nobody before the gate lets them, and have no cache events.
+struct Burst {
+    gateway: Gateway,
+    engines: Vec<StubEngine>,
+    gate: Arc<Gate>,
+    address: SocketAddr,
+    _tokenizers: common::Scratch,
+}
+
+impl Burst {
+    fn start(options: &str) -> Self {
+        let gate = Arc::new(Gate::default());
+        let persona = || Persona { gate: Some(Arc::clone(&gate)), silent: true, ..Persona::default() };
+        let engines: Vec<_> = (0..ENGINES).map(|_| StubEngine::start_as(persona())).collect();
+        let tokenizers = fleet::tokenizers();
+        let port = free_port();
+        let mut config = format!(
+            "[shards]\ncores = [0, 1]\n\n[tokenizers]\ndir = \"{}\"\n\n[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {port}\n\
+             protocol = \"tcp\"\nsel = 4\nkvExactMode = 3\nkvEngineType = \"vllm\"\nkvBlockSize = 16\n\
+             kvNoneHashSeed = \"0\"\nkvLbMode = \"hard\"\n{options}\n",
+            tokenizers.path().display()
+        );
+        for StubEngine { address, event_port, .. } in &engines {
+            config.push_str(&format!(
+                "[[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {}\nweight = 1\nkvZmqPort = {event_port}\n",
+                address.port()
+            ));
+        }
+        let gateway = Gateway::start(Options { config, ..Options::default() });
+        let burst = Burst { gateway, engines, gate, address: ([127, 0, 0, 1], port).into(), _tokenizers: tokenizers };
+        burst.wait_for_model();
+        burst
+    }
+
+    /// The first request asks for the tokenizer; nobody waits for its answer.
+    fn wait_for_model(&self) {
+        let mut first = client::Connection::open(self.address).expect("the gateway accepts");
+        let body = json!({"model": "kvlane/demo", "prompt": "Wake up."}).to_string();
+        first.request("POST", "/v1/completions", &[], body.as_bytes()).expect("sent");
+        wait_for("the model is loaded", || {
+            let status = self.gateway.api("/status/ready").json();
+            status["models"].as_array()?.iter().any(|model| model["state"] == "ready").then_some(())
+        });
+        wait_for("an engine has it", || (self.counts().iter().sum::<usize>() == 1).then_some(()));
+    }
+
+    /// Requests by engine.
+    fn counts(&self) -> Vec<usize> {
+        self.engines.iter().map(|engine| engine.seen().len()).collect()
+    }
+
+    /// Sends equal long prompts from as many connections at one instant; what each engine had of them before any was
+    /// answered.
+    fn send(&self) -> Vec<usize> {
+        let before = self.counts();
+        // Far longer than a slice; the words differ, so that no block is like another.
+        let words: Vec<String> = (0..9_000).map(|number| format!("stone-{number}")).collect();
+        let body = json!({"model": "kvlane/demo", "prompt": words.join(" "), "max_tokens": 1}).to_string();
+        let barrier = Barrier::new(PROMPTS);
+        std::thread::scope(|scope| {
+            let answers: Vec<_> = (0..PROMPTS)
+                .map(|_| {
+                    scope.spawn(|| {
+                        barrier.wait();
+                        client::call(self.address, "POST", "/v1/completions", body.as_bytes()).expect("answered").status
+                    })
+                })
+                .collect();
+            let placed = wait_for("every prompt is at an engine", || {
+                let counts: Vec<_> = self.counts().iter().zip(&before).map(|(now, before)| now - before).collect();
+                (counts.iter().sum::<usize>() == PROMPTS).then_some(counts)
+            });
+            // One for the request that asked for the model.
+            (0..=PROMPTS).for_each(|_| self.gate.release());
+            for answer in answers {
+                assert_eq!(answer.join().expect("no panic"), 200);
+            }
+            placed
+        })
+    }
+}
+
+/// An endpoint is left only for another once it has eight in flight, so that all but the last two are full: two, because
+/// both shards can turn to a new one in the same instant. And a shard, which knows its own requests, never gives one more
+/// than eight, so that none gets more than sixteen of the two.
+#[test]
+fn equal_cold_prompts_at_once_go_to_a_handful_of_workers_and_are_no_hits() {
+    let burst = Burst::start("");
+    let counts = burst.send();
+    let used = counts.iter().filter(|count| **count > 0).count();
+    let most_used = PROMPTS / CLAIM_LOAD + 2;
+    assert!((2..=most_used).contains(&used), "{counts:?}");
+    assert!(counts.iter().all(|count| *count <= 2 * CLAIM_LOAD), "{counts:?}");
+    let gateway = &burst.gateway;
+    assert_eq!(gateway.metric_sum("loxilb_pd_kv_tier15_hits_total"), 0.0, "nobody holds anything");
+    let claims = gateway.metric_sum("kvlane_claim_decisions_total") as usize;
+    assert!((PROMPTS - 2 * used..PROMPTS).contains(&claims), "{claims} of {PROMPTS} claimed, at {counts:?}");
+}
+
+#[test]
+fn without_claims_equal_cold_prompts_spread_over_all_workers() {
+    let burst = Burst::start("kvClaimMs = 0");
+    let counts = burst.send();
+    assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
+    assert_eq!(burst.gateway.metric_sum("kvlane_claim_decisions_total"), 0.0);
+}
