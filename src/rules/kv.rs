@@ -33,7 +33,7 @@ const BLOCK_TOKENS_MAX: i64 = 65_536;
 const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
 
 /// Options that say something only where cache events are followed.
-pub(super) const KV_OPTIONS: [&str; 25] = [
+pub(super) const KV_OPTIONS: [&str; 26] = [
     "kvBlockSize",
     "kvHashAlgo",
     "kvZmqPort",

@@ -20,7 +20,7 @@ use crate::prompt::{
     may_bring_ids,
 };
 use crate::route::Evidence;
-use crate::service::{Engine, EngineRender, KvExact, MissReason, Service};
+use crate::service::{KvExact, MissReason, Service};
 use crate::usage::{Statement, Usage};
 
 use super::Proxy;

@@ -20,7 +20,7 @@ pub(super) fn check(gateway: &Gateway, report: &mut Report) {
         return report.wrong(&subject, "reach", "what answers there is no kvlane gateway", fix);
     }
     report.right(&subject, "reach", "its management API answers");
-    if let Ok(rules) = gateway.get("/config/loadbalancer/all").await {
+    if let Ok(rules) = gateway.get("/config/loadbalancer/all") {
         list(&rules, "lbAttr").iter().for_each(|rule| report_address(&rule["serviceArguments"], report));
     }
     for endpoint in list(&parity, "endpoints") {
