@@ -40,7 +40,7 @@ impl Scene {
         std::fs::write(model.join("chat_template.jinja"), TEMPLATE).expect("written");
         let version = json!({ "version": release }).to_string();
         let answers = ["/version", "/server_info"].map(|path| (path, version.clone())).into();
-        let engine = StubEngine::start_as(Persona { answers, token: None });
+        let engine = StubEngine::start_as(Persona { answers, ..Persona::default() });
         let port = free_port();
         let config = format!(
             "[tokenizers]\ndir = {:?}\n[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {port}\nkvExactMode = 3\n\
