@@ -14,6 +14,8 @@ use std::time::Duration;
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
 use crate::bos::{BosEvidence, BosSettings};
+use crate::disagg::ladder::{Gauge, Places};
+use crate::disagg::stats::PdStats;
 use crate::feedback::Trust;
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
@@ -21,7 +23,7 @@ use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 use crate::prompt::Rendering;
-use crate::rates::Rates;
+use crate::rates::{Rates, Slowness};
 use crate::route::Tier;
 use crate::usage::Statements;
 
@@ -216,6 +218,9 @@ pub struct KvExact {
     /// What the endpoints can do together, which the adaptive blends measure load by (`LOXILB_KV_CAP_SUM_MILLI`); none =
     /// as much as the fleet they were tuned on.
     pub capacity_sum_milli: Option<u32>,
+    /// What work costs those that come later counts so many percent beside a request's own time (`LOXILB_KV_THROUGHPUT`);
+    /// 0 = first-token time alone. Blend `ttft` only.
+    pub throughput: u32,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -254,6 +259,7 @@ impl KvExact {
             blend: Blend::default(),
             load_penalty: 32,
             capacity_sum_milli: None,
+            throughput: 200,
             min_match_tokens: 16,
             spill_relief: true,
             mean_load_factor: 175,
@@ -336,6 +342,8 @@ pub struct Endpoint {
     pub role: Role,
     /// Where its NIXL side channel listens (`nixl_port`); 0 = not said.
     pub nixl_port: u16,
+    /// What its NIXL agent is called (`nixl_engine_id`), where prefill engines push.
+    pub nixl_engine_id: Option<Box<str>>,
     /// State carried over updates.
     pub shared: Arc<EndpointShared>,
 }
@@ -352,6 +360,7 @@ impl Endpoint {
             retired: false,
             role: Role::Normal,
             nixl_port: 0,
+            nixl_engine_id: None,
             shared: Arc::new(shared),
         }
     }
@@ -370,6 +379,10 @@ pub struct ServiceShared {
     pub seed_ticks: AtomicU64,
     /// Whether repeated prompts hit.
     pub zero_hits: ZeroHits,
+    /// How soon its endpoints' answers begin.
+    pub rates: Rates,
+    /// Disaggregated requests under way.
+    pub pd_total: Arc<Gauge>,
     /// Endpoints that are demoted; see [`Trust`].
     pub demoted: AtomicU32,
     /// Begin-of-text tokens, where use has shown what files and rule do not say.
@@ -385,6 +398,8 @@ impl ServiceShared {
         ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
+            rates: Rates::default(),
+            pd_total: Arc::default(),
             demoted: AtomicU32::new(0),
             bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
@@ -501,6 +516,8 @@ pub struct ServiceStats {
     pub broken_answers: AtomicU64,
     /// Requests whose client left before the end of the answer.
     pub client_gone: AtomicU64,
+    /// Requests with a prefill and a decode leg.
+    pub pd: PdStats,
     /// Decisions by [`Tier`].
     pub tiers: [AtomicU64; Tier::ALL.len()],
     /// Decisions of Tier 1.5 that a claim made: the endpoint will have stored the prompt's beginning soon.
@@ -575,10 +592,12 @@ pub struct EndpointShared {
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
+    /// Its places for requests in prefill, where they are bounded.
+    pub places: Places,
     /// What its engine says of its load, as far as somebody asks.
     pub engine: EngineLoad,
-    /// How soon its answers begin.
-    pub rates: Rates,
+    /// How slow it is among the service's endpoints.
+    pub slowness: Slowness,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
     /// Which begin-of-text its engine puts before texts, where it is another than expected.
@@ -608,8 +627,9 @@ impl EndpointShared {
             heals: AtomicU64::new(0),
             conveys_rank: AtomicBool::new(false),
             kv_blocks: AtomicU64::new(0),
+            places: Places::default(),
             engine: EngineLoad::default(),
-            rates: Rates::default(),
+            slowness: Slowness::default(),
             predictions: Predictions::default(),
             bos: BosEvidence::default(),
             usage: Statements::default(),

@@ -36,6 +36,14 @@ impl Default for RequestIds {
 }
 
 impl RequestIds {
+    /// Random bits that are not met again for long.
+    #[must_use]
+    pub fn random(&self) -> u64 {
+        let state = self.0.get().wrapping_add(0x9e37_79b9_7f4a_7c15);
+        self.0.set(state);
+        mix(state)
+    }
+
     /// The next id: 32 hexadecimal digits, not to be foreseen from outside and, over a fleet's life, not met again.
     #[must_use]
     pub fn next(&self) -> String {
