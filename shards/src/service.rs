@@ -209,6 +209,8 @@ pub struct KvExact {
     pub add_bos: Option<bool>,
     /// How engines are asked for the ids of chats that they render in code (`kvEngineRender`); none = they are not.
     pub engine_render: Option<EngineRender>,
+    /// Chats are sent on with the ids of their prompts (`kvSendPromptIds`), where the engine takes them.
+    pub send_ids: bool,
     /// How overlap is weighed against load (`LOXILB_KV_LB_MODE`).
     pub blend: Blend,
     /// What a request in flight costs in the soft blends, over the endpoint's blocks (`LOXILB_KV_LOAD_PENALTY`).
@@ -253,6 +255,7 @@ impl KvExact {
             chat_template_kwargs: None,
             add_bos: None,
             engine_render: None,
+            send_ids: false,
             blend: Blend::default(),
             load_penalty: 32,
             capacity_sum_milli: None,
@@ -570,6 +573,8 @@ pub struct EndpointShared {
     pub slot: LoadSlot,
     /// False after a refused or timed-out connect or failed probes, until a probe succeeds.
     up: AtomicBool,
+    /// Its engine's release takes the ids of a chat's prompt along with it.
+    takes_ids: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
     /// Times it was taken out.
@@ -613,6 +618,7 @@ impl EndpointShared {
             index,
             slot,
             up: AtomicBool::new(true),
+            takes_ids: AtomicBool::new(false),
             connect_failures: AtomicU32::new(0),
             downs: AtomicU32::new(0),
             emptied: AtomicU32::new(0),
@@ -636,6 +642,17 @@ impl EndpointShared {
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.up.load(Ordering::Relaxed)
+    }
+
+    /// Whether the ids of a chat's prompt may be sent along with it; not before its engine has told its release.
+    #[must_use]
+    pub fn takes_ids(&self) -> bool {
+        self.takes_ids.load(Ordering::Relaxed)
+    }
+
+    /// Notes what follows from the release that its engine has told.
+    pub fn set_takes_ids(&self, takes: bool) {
+        self.takes_ids.store(takes, Ordering::Relaxed);
     }
 
     /// Whether the breaker is open.

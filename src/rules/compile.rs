@@ -73,6 +73,7 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         chat_template_kwargs: kv.prompts.template_kwargs.clone(),
         add_bos: kv.prompts.add_bos,
         engine_render: kv.prompts.engine_render,
+        send_ids: kv.prompts.send_ids,
         blend: kv.blend,
         throughput: kv.throughput,
         load_penalty: kv.load_penalty,

@@ -33,7 +33,7 @@ const BLOCK_TOKENS_MAX: i64 = 65_536;
 const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
 
 /// Options that say something only where cache events are followed.
-pub(super) const KV_OPTIONS: [&str; 26] = [
+pub(super) const KV_OPTIONS: [&str; 27] = [
     "kvBlockSize",
     "kvHashAlgo",
     "kvZmqPort",
@@ -44,6 +44,7 @@ pub(super) const KV_OPTIONS: [&str; 26] = [
     "kvChatTemplateKwargs",
     "kvAddBos",
     "kvEngineRender",
+    "kvSendPromptIds",
     "kvAdapters",
     "kvMinMatchTokens",
     "kvLbMode",

@@ -6,7 +6,7 @@
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
-//! `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvThroughput`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`,
+//! `kvSendPromptIds`, `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvThroughput`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`,
 //! `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `kvClaimMs`, `pd_session_max`,
 //! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs`, `kvMediumWeights`, `routeHeader` and
 //! `scrapeMetrics`, and an endpoint `kvZmqPort`,
@@ -190,7 +190,7 @@ pub struct KvRule {
     pub seed: Option<String>,
     /// `kvChatTemplate`.
     pub chat_template: Option<ChatTemplate>,
-    /// `kvChatTemplateKwargs`, `kvAddBos` and `kvEngineRender`.
+    /// `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender` and `kvSendPromptIds`.
     pub prompts: PromptOptions,
     /// `kvAdapters`: adapters by the name that requests ask for; they win over what engines list.
     pub adapters: BTreeMap<String, Adapter>,

@@ -160,6 +160,9 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     if let Some(way) = kv.prompts.engine_render {
         put("kvEngineRender", json!(way.name()));
     }
+    if kv.prompts.send_ids {
+        put("kvSendPromptIds", json!(true));
+    }
     if !kv.adapters.is_empty() {
         put("kvAdapters", super::adapters::show(&kv.adapters));
     }

@@ -12,6 +12,7 @@ use super::answer::{BROKEN_EVENTS, Refusal};
 use super::claiming::Claiming;
 use super::client::{Client, Request, is_ours};
 use super::evidence;
+use super::handed;
 use super::known::Known;
 use super::legs::Errand;
 use super::models;
@@ -252,6 +253,8 @@ struct Sent<'a> {
     uncached: u64,
     /// The rank that the endpoint is told to use.
     rank: Option<Rank>,
+    /// The ids of its prompt as a JSON list, where the rule hands them on.
+    ids: Option<&'a [u8]>,
 }
 
 impl Sent<'_> {
@@ -322,7 +325,7 @@ impl Attempt<'_> {
             }
             while let Some(upstream) = connected.take() {
                 let reused = upstream.reused;
-                let sent = Sent { reservation: &mut reservation, uncached, rank };
+                let sent = Sent { reservation: &mut reservation, uncached, rank, ids: score.ids() };
                 match self.forward(client, endpoint, pool, upstream, sent).await {
                     Ok(next) => {
                         if self.status == 200 {
@@ -412,7 +415,7 @@ impl Attempt<'_> {
         self.sends += 1;
         let at = Instant::now();
         count(&endpoint.shared.stats_of(proxy.id).requests);
-        let outgoing = Outgoing::new(&self.request, &self.lines_for_endpoint(sent.rank), proxy.buffers.small());
+        let outgoing = self.outgoing(&sent, endpoint);
         let bytes = std::mem::take(&mut self.request.bytes);
         let write = client.guard(Some(proxy.limits.write_timeout), outgoing.send(&mut upstream, bytes)).await;
         let (written, buffer, bytes) = write.map_err(|interrupt| match interrupt {
@@ -458,6 +461,18 @@ impl Attempt<'_> {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
         }
         Ok(if close { Next::Close } else { Next::Request })
+    }
+
+    /// What the endpoint is sent: the client's body as it came, or with the ids of its prompt, where the rule hands them
+    /// on and the endpoint's engine takes them.
+    fn outgoing(&self, sent: &Sent<'_>, endpoint: &Endpoint) -> Outgoing {
+        let (lines, buffer) = (self.lines_for_endpoint(sent.rank), self.proxy.buffers.small());
+        let list = sent.ids.filter(|_| endpoint.shared.takes_ids());
+        let body = &self.request.bytes[self.request.head.len..];
+        match list.and_then(|list| handed::with_ids(self.local.service.engine, body, list)) {
+            Some(body) => Outgoing::with_body(&self.request, &lines, &body, buffer),
+            None => Outgoing::new(&self.request, &lines, buffer),
+        }
     }
 
     /// See [`conveyed_rank`].

@@ -17,6 +17,7 @@ mod claiming;
 mod client;
 mod evidence;
 mod exchange;
+mod handed;
 mod known;
 mod legs;
 mod models;

@@ -16,7 +16,8 @@ use clap::{Args, Subcommand};
 use serde_json::Value;
 
 use super::Outcome;
-use client::{Client, ServerArgs};
+pub(super) use client::Client;
+use client::ServerArgs;
 use ports::{Ports, each_port};
 
 pub(super) use create::CreateLb;
