@@ -67,7 +67,9 @@ impl Api {
 }
 
 fn endpoint(engine: &StubEngine) -> Value {
-    json!({"endpointIP": "127.0.0.1", "targetPort": engine.address.port(), "weight": 1, "state": "", "counter": ""})
+    let port = engine.address.port();
+    // On one host each engine publishes at a port of its own.
+    json!({"endpointIP": "127.0.0.1", "targetPort": port, "weight": 1, "state": "", "counter": "", "kvZmqPort": port})
 }
 
 fn rule(port: u16, endpoints: &[Value], more: &Value) -> Value {
