@@ -34,7 +34,8 @@ fn without(body: &[u8], names: &[&str]) -> Vec<u8> {
         let found = body.windows(added.len()).rposition(|window| window == added.as_bytes());
         let Some(start) = found else { continue };
         let from = start + added.len();
-        let end = from + value_end(&body[from..]);
+        // What stands between the last value and the end of the object is the client's.
+        let end = from + body[from..from + value_end(&body[from..])].trim_ascii_end().len();
         body.drain(start..end);
     }
     body

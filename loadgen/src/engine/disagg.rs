@@ -29,6 +29,8 @@ use tokio::time::{Instant, timeout};
 
 use super::shared::Shared;
 
+/// What is said of a transfer whose prefill leg ended before its time: no fault of whoever comes for it.
+pub const ABORTED: &str = "was aborted";
 /// Transfers remembered; the oldest is forgotten for another.
 const TRANSFERS_MAX: usize = 65_536;
 
@@ -153,7 +155,7 @@ impl Plane {
             loop {
                 match self.stage(key) {
                     Some(stage) if stages.contains(&stage) => return Ok(()),
-                    Some(Stage::Aborted) => return Err(format!("the prefill leg of `{key}` was aborted")),
+                    Some(Stage::Aborted) => return Err(format!("the prefill leg of `{key}` {ABORTED}")),
                     _ => {}
                 }
                 if changes.changed().await.is_err() {
@@ -192,7 +194,7 @@ impl Plane {
             Stage::Ready if transfer.since.elapsed() > lease => return Err(format!("the lease of `{key}` is over")),
             Stage::Ready => {}
             Stage::Computing => return Err(format!("`{key}` is not computed yet")),
-            Stage::Aborted => return Err(format!("the prefill leg of `{key}` was aborted")),
+            Stage::Aborted => return Err(format!("the prefill leg of `{key}` {ABORTED}")),
             Stage::Taken | Stage::Moved => return Err(format!("`{key}` was taken before")),
         }
         if transfer.proof != claim.proof {

@@ -156,7 +156,10 @@ async fn begin(
             flight.describe(LegKind::Decode, &keys);
             for claim in &decode.claims {
                 let fetched = disagg::fetch(decode.at, claim).await;
-                fetched.map_err(|error| violation(dialect::broken(error)))?;
+                fetched.map_err(|error| match error.ends_with(disagg::ABORTED) {
+                    true => dialect::broken(error),
+                    false => violation(dialect::broken(error)),
+                })?;
                 if decode.tells {
                     disagg::tell_moved(decode.at, &claim.key).await.map_err(dialect::broken)?;
                 }
