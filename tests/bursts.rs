@@ -67,8 +67,8 @@ impl Burst {
     }
 
     /// Sends equal long prompts from as many connections at one instant; what each engine had of them before any was
-    /// answered.
-    fn send(&self) -> Vec<usize> {
+    /// answered, and why each went where it went.
+    fn send(&self) -> (Vec<usize>, Vec<String>) {
         let before = self.counts();
         // Far longer than a slice; the words differ, so that no block is like another.
         let words: Vec<String> = (0..9_000).map(|number| format!("stone-{number}")).collect();
@@ -79,7 +79,7 @@ impl Burst {
                 .map(|_| {
                     scope.spawn(|| {
                         barrier.wait();
-                        client::call(self.address, "POST", "/v1/completions", body.as_bytes()).expect("answered").status
+                        ask(self.address, &body)
                     })
                 })
                 .collect();
@@ -89,12 +89,25 @@ impl Burst {
             });
             // One for the request that asked for the model.
             (0..=PROMPTS).for_each(|_| self.gate.release());
-            for answer in answers {
-                assert_eq!(answer.join().expect("no panic"), 200);
-            }
-            placed
+            (placed, answers.into_iter().map(|answer| answer.join().expect("no panic")).collect())
         })
     }
+}
+
+/// The evidence of one completion.
+fn ask(address: SocketAddr, body: &str) -> String {
+    let mut connection = client::Connection::open(address).expect("the gateway accepts");
+    let headers = [("x-kvlane-explain", "1"), ("Connection", "close")];
+    connection.request("POST", "/v1/completions", &headers, body.as_bytes()).expect("sent");
+    let answer = connection.answer().expect("answered");
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    answer.header("x-kvlane-route").expect("it was asked for").to_owned()
+}
+
+/// A value of the evidence.
+fn value<'a>(evidence: &'a str, name: &str) -> &'a str {
+    let value = evidence.split("; ").find_map(|part| part.strip_prefix(name)?.strip_prefix('='));
+    value.unwrap_or_else(|| panic!("no {name} in {evidence}"))
 }
 
 /// An endpoint is left only for another once it has eight in flight, so that all but the last two are full: two, because
@@ -103,7 +116,7 @@ impl Burst {
 #[test]
 fn equal_cold_prompts_at_once_go_to_a_handful_of_workers_and_are_no_hits() {
     let burst = Burst::start("");
-    let counts = burst.send();
+    let (counts, evidence) = burst.send();
     let used = counts.iter().filter(|count| **count > 0).count();
     let most_used = PROMPTS / CLAIM_LOAD + 2;
     assert!((2..=most_used).contains(&used), "{counts:?}");
@@ -112,12 +125,18 @@ fn equal_cold_prompts_at_once_go_to_a_handful_of_workers_and_are_no_hits() {
     assert_eq!(gateway.metric_sum("loxilb_pd_kv_tier15_hits_total"), 0.0, "nobody holds anything");
     let claims = gateway.metric_sum("kvlane_claim_decisions_total") as usize;
     assert!((PROMPTS - 2 * used..PROMPTS).contains(&claims), "{claims} of {PROMPTS} claimed, at {counts:?}");
+    let claimed: Vec<_> = evidence.iter().filter(|evidence| value(evidence, "tier") == "claim").collect();
+    assert_eq!(claimed.len(), claims, "{evidence:?}");
+    for evidence in claimed {
+        let (hits, prompt) = value(evidence, "tokens").split_once('/').expect("two numbers");
+        assert_eq!((hits, value(evidence, "claimed")), ("0", prompt), "all of it, far beyond the slice that was keyed");
+    }
 }
 
 #[test]
 fn without_claims_equal_cold_prompts_spread_over_all_workers() {
     let burst = Burst::start("kvClaimMs = 0");
-    let counts = burst.send();
+    let (counts, _) = burst.send();
     assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
     assert_eq!(burst.gateway.metric_sum("kvlane_claim_decisions_total"), 0.0);
 }

@@ -185,6 +185,66 @@ fn explain_tells_every_step_up_to_the_decision() {
     }
 }
 
+/// An engine that tells a chat's ids, if it is asked on the right path.
+fn engine() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = listener.local_addr().expect("bound").port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let mut request = [0; 4096];
+            let read = stream.read(&mut request).unwrap_or(0);
+            let asked = request[..read].starts_with(b"POST /tokenize ");
+            let answer = if asked { r#"{"count":9,"tokens":[1,2,3,4,5,6,7,8,9]}"# } else { "{}" };
+            let _ = write!(stream, "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{answer}", answer.len());
+        }
+    });
+    port
+}
+
+#[test]
+fn explain_asks_an_engine_where_the_rule_says_so_and_else_says_why_not() {
+    let directory = Directory::new("engine");
+    std::fs::remove_file(directory.0.join("tokenizers/org__m/chat_template.jinja")).expect("it was there");
+    let (text, request) = (config(&directory), directory.file("request.json", CHAT));
+    let text = std::fs::read_to_string(text)
+        .expect("written")
+        .replace("targetPort = 9001", &format!("targetPort = {}", engine()));
+    let off = directory.file("off.toml", &text);
+    let printed = out(&kvlane(&["explain", "-c", &off, &request], ""));
+    assert!(printed.contains("none told them: the rule's kvEngineRender is off"), "{printed}");
+    let on =
+        directory.file("on.toml", &text.replace("kvBlockSize = 4", "kvBlockSize = 4\nkvEngineRender = \"tokenize\""));
+    let told = out(&kvlane(&["explain", "-c", &on, &request, "--json"], ""));
+    let told: Value = serde_json::from_str(&told).expect("JSON");
+    assert_eq!(told["prompt"]["ids"], json!([1, 2, 3, 4, 5, 6, 7, 8, 9]));
+    assert_eq!(told["keys"].as_array().map(Vec::len), Some(2));
+    assert!(told["engine"]["told_by"].as_str().is_some_and(|who| who.ends_with("/tokenize")), "{told}");
+    let path = ["explain", "-c", &on, &request, "--path", "/v1/responses"];
+    let printed = out(&kvlane(&path, ""));
+    assert!(printed.contains("routed without keys"), "{printed}");
+}
+
+#[test]
+fn explain_keys_a_request_for_an_adapter_as_its_engine_does() {
+    let directory = Directory::new("adapter");
+    let text = std::fs::read_to_string(config(&directory)).expect("written");
+    let text = text.replace(
+        "kvBlockSize = 4",
+        "kvBlockSize = 4\nkvAdapters = { tuned = { base = \"org/m\", path = \"/adapters/tuned\" } }",
+    );
+    let config = directory.file("adapters.toml", &text);
+    let explain = |name: &str, model: &str| {
+        let request = directory.file(name, &CHAT.replace("org/m", model));
+        let told = out(&kvlane(&["explain", "-c", &config, &request, "--json"], ""));
+        serde_json::from_str::<Value>(&told).expect("JSON")
+    };
+    let (base, tuned) = (explain("base.json", "org/m"), explain("tuned.json", "tuned"));
+    assert_eq!(tuned["prompt"], base["prompt"], "the base's tokenizer and template");
+    assert_eq!(tuned["keys"].as_array().map(Vec::len), Some(3));
+    assert!(tuned["keys"] != base["keys"], "its blocks are its own");
+}
+
 #[test]
 fn explain_says_what_is_wrong() {
     let directory = Directory::new("wrong");

@@ -30,14 +30,14 @@ struct Pool {
     port: u16,
     stubs: Vec<StubEngine>,
     gates: Vec<Arc<Gate>>,
-    _engine: EngineProcess,
+    engine: EngineProcess,
     _tokenizers: Scratch,
 }
 
 const HELD: &str = "What the engine has is this sentence, over and over again. ";
 
 impl Pool {
-    fn start(rule: &str) -> Self {
+    fn start(rule: &Value) -> Self {
         let engine = EngineProcess::start("--seed 0 --time-scale 0");
         assert_eq!(client::post(engine.address, "/v1/completions", &completion(HELD)).status, 200);
         let gates: Vec<Arc<Gate>> = (0..3).map(|_| Arc::default()).collect();
@@ -45,21 +45,12 @@ impl Pool {
             |gate: &Arc<Gate>| StubEngine::start_as(Persona { gate: Some(Arc::clone(gate)), ..Persona::default() });
         let stubs: Vec<_> = gates.iter().map(stub).collect();
         let (port, tokenizers) = (free_port(), fleet::tokenizers());
-        let mut config = fleet::rule(port, &tokenizers, &[]).replace("kvBlockSize", &format!("{rule}kvBlockSize"));
-        for (index, stub) in stubs.iter().enumerate() {
-            let (event, replay) =
-                if index == 0 { (engine.event_port, engine.replay_port) } else { (stub.event_port, free_port()) };
-            config.push_str(&format!(
-                "[[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {}\nweight = 1\nkvZmqPort = {event}\n\
-                 kvReplayPort = {replay}\n\n",
-                stub.address.port()
-            ));
-        }
-        let config = format!("[shards]\ncount = 1\n\n{config}");
+        let config = format!("[shards]\ncount = 1\n\n[tokenizers]\ndir = \"{}\"\n", tokenizers.path().display());
         let gateway = Gateway::start(Options { config, ..Options::default() });
-        let pool = Pool { gateway, port, stubs, gates, _engine: engine, _tokenizers: tokenizers };
+        let pool = Pool { gateway, port, stubs, gates, engine, _tokenizers: tokenizers };
+        pool.post(rule);
         wait_for("the first endpoint's blocks are those of the engine", || {
-            let keys = pool._engine.keys();
+            let keys = pool.engine.keys();
             (!keys.is_empty() && pool.gateway.inventory(0, 0) == keys).then_some(())
         });
         // The first request for a model asks for its tokenizer.
@@ -71,6 +62,27 @@ impl Pool {
         });
         pool.settle(&[0; 3]);
         pool
+    }
+
+    /// Posts the rule with more options, or changes it.
+    fn post(&self, more: &Value) {
+        let endpoint = |(index, stub): (usize, &StubEngine)| {
+            let (event, replay) = match index {
+                0 => (self.engine.event_port, self.engine.replay_port),
+                _ => (stub.event_port, stub.event_port + 1),
+            };
+            json!({"endpointIP": "127.0.0.1", "targetPort": stub.address.port(), "weight": 1, "kvZmqPort": event,
+                "kvReplayPort": replay})
+        };
+        let endpoints: Vec<_> = self.stubs.iter().enumerate().map(endpoint).collect();
+        let mut service = json!({"externalIP": "127.0.0.1", "port": self.port, "protocol": "tcp", "sel": 0, "mode": 4,
+            "kvExactMode": 3, "kvNoneHashSeed": "0"});
+        for (name, value) in more.as_object().expect("an object") {
+            service[name] = value.clone();
+        }
+        let rule = json!({"serviceArguments": service, "endpoints": endpoints});
+        let answer = client::post(self.gateway.admin, "/netlox/v1/config/loadbalancer", &rule);
+        assert_eq!(answer.status, 200, "{}", answer.text());
     }
 
     /// Sends a request on a connection of its own; returns when its answer has begun, with the endpoint that has it.
@@ -137,7 +149,7 @@ impl Truth {
 
 #[test]
 fn spills_and_seeds_are_those_of_the_model_request_by_request() {
-    let pool = Pool::start("kvColdstartSeedN = 4\nkvMeanLoadFactor = 150\n");
+    let pool = Pool::start(&json!({"kvColdstartSeedN": 4, "kvMeanLoadFactor": 150, "kvLbMode": "hard"}));
     let mut truth = Truth::default();
     let mut open: [Vec<Connection>; 3] = Default::default();
     for number in 0..48 {
@@ -171,7 +183,8 @@ fn spills_and_seeds_are_those_of_the_model_request_by_request() {
 
 #[test]
 fn the_watchdog_counts_each_run_of_repeated_prompts_without_a_hit() {
-    let pool = Pool::start("kvZeroHitN = 5\nkvColdstartSeedN = 0\nkvSpillRelief = false\n");
+    let pool =
+        Pool::start(&json!({"kvZeroHitN": 5, "kvColdstartSeedN": 0, "kvSpillRelief": false, "kvLbMode": "hard"}));
     let fired =
         || pool.gateway.metric("loxilb_pd_kv_zero_hit_watchdog_total", &[("service_id", "0")]).expect("a series");
     let missed = || {
@@ -197,4 +210,34 @@ fn the_watchdog_counts_each_run_of_repeated_prompts_without_a_hit() {
     // Prompts that come once say nothing.
     (0..9).for_each(|number| _ = ask(&format!("Number {number} comes once and never again. ")));
     assert_eq!((fired(), missed()), (5.0, 38.0));
+}
+
+#[test]
+fn a_rule_is_changed_under_way_and_keeps_what_it_knows() {
+    let options = |relief: bool| json!({"kvColdstartSeedN": 3, "kvSpillRelief": relief, "kvLbMode": "hard"});
+    let pool = Pool::start(&options(false));
+    let held = pool.gateway.inventory(0, 0);
+    let mut open = Vec::new();
+    let mut go = |loads: &[u64; 3]| {
+        let (connection, endpoint) = pool.open(HELD);
+        open.push(connection);
+        pool.settle(loads);
+        endpoint
+    };
+    assert_eq!([go(&[1, 0, 0]), go(&[2, 0, 0])], [0, 0], "without relief the winner stays");
+    pool.post(&options(true));
+    // The third hit of the rule: the count goes on.
+    assert_eq!(go(&[2, 1, 0]), 1);
+    assert_eq!(pool.all_of("loxilb_pd_kv_tier15_cold_seeds_total"), [0, 1, 0]);
+    // Load 3: cap ⌈525 / 300⌉ = 2.
+    assert_eq!(go(&[2, 1, 1]), 2);
+    assert_eq!(pool.all_of("loxilb_pd_kv_tier15_hits_total"), [2, 1, 1]);
+    assert_eq!(pool.gateway.inventory(0, 0), held);
+    let shown = pool.gateway.api("/config/loadbalancer/all").json();
+    let arguments = &shown["lbAttr"][0]["serviceArguments"];
+    assert_eq!((&arguments["kvSpillRelief"], &arguments["service_id"]), (&json!(true), &json!(0)));
+    for (endpoint, load) in [2, 1, 1].into_iter().enumerate() {
+        (0..load).for_each(|_| pool.gates[endpoint].release());
+    }
+    pool.settle(&[0; 3]);
 }

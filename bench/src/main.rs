@@ -7,7 +7,9 @@ mod hash;
 mod ingest;
 mod lookup;
 mod memory;
+mod pd;
 mod prompt;
+mod simulate;
 mod soak;
 mod stall;
 
@@ -32,8 +34,12 @@ enum Command {
     Ingest(ingest::Args),
     /// Inventory look-up and route decision, adds and bytes per pair, beside the same store in evmap.
     Lookup(lookup::Args),
+    /// Requests with a prefill and a decode leg: CPU beyond two plain forwards, and how soon engines hear of clients that left.
+    Pd(pd::Args),
     /// From a request body to block keys, part by part, through the prefix cache.
     Prompt(prompt::Args),
+    /// Traces replayed against the route decision, with simulated engines.
+    Simulate(simulate::Args),
     /// Memory of the gateway over minutes of prompts never sent before.
     Soak(soak::Args),
     /// How long a shard stands still beside long prompts, from inside and from outside.
@@ -57,7 +63,9 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::Ingest(args) => print!("{}", ingest::run(&args)?),
         Command::IngestPublishers(args) => ingest::publishers::run(&args)?,
         Command::Lookup(args) => print!("{}", lookup::run(&args)?),
+        Command::Pd(args) => return pd::main(&args),
         Command::Prompt(args) => print!("{}", prompt::run(&args)?),
+        Command::Simulate(args) => simulate::run(&args, &mut std::io::stdout())?,
         Command::Soak(args) => return soak::main(&args),
         Command::Stall(args) => stall::run(&args, &mut std::io::stdout())?,
         Command::Gateway { arguments } => return Ok(loadgen::child::gateway(arguments)),

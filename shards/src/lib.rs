@@ -9,6 +9,7 @@ pub mod belief;
 pub mod block;
 pub mod bos;
 pub mod claims;
+pub mod disagg;
 pub mod executor;
 pub mod feedback;
 pub mod http;

@@ -1,42 +1,55 @@
-//! What an endpoint's first bytes say of its speed: how long it takes until an answer begins, learned from its answers.
+//! How soon answers begin: what the first bytes of a service's answers say of its endpoints' speed.
 //!
 //! **Invariant.** Nothing but atomics, each of which means something by itself: shards read and write them in any
-//! order, a lost lesson is one lesson less, and the estimate is always finite and positive.
+//! order, a lost lesson is one lesson less, and every estimate is always finite and positive.
 //!
-//! **Model.** `seconds = start + work × per_token + work × decoding × per_token_decoding`, where `work` is the tokens
-//! that wait at the endpoint before the request plus its own uncached ones, and `decoding` the answers that the engine
-//! streams meanwhile: engines share each step between prompts and answers. A short prompt teaches `start`, a long one
-//! `per_token`: each lesson moves every term by its share of the prediction, so none spoils what it has no say in.
+//! **Model.** `seconds = factor × (start + per_token × work)`. The *pace* (`start`, `per_token`) is the service's: what
+//! most of its endpoints are like. The *factor* is the endpoint's: how many times as long it takes. Engines share each
+//! step between prompts and answers, so `work` is the prompt's uncached tokens, and one more for each
+//! [`TOKENS_PER_STEP`] of them and answer under way.
 //!
-//! **Rule.** The terms are factors of a median: a first byte later than predicted makes each term longer by
-//! `gain × its share`, an earlier one shorter by as much. How *much* later plays no part, so that a stall of a minute
-//! teaches no more than one of a second. The gain falls from ½ to 1/16 over the first lessons; a run of lessons on one
-//! side makes it grow again, by which an engine that has become three times as fast is believed within a dozen answers.
+//! **Who teaches.** Only requests that found no other prompt waiting at their endpoint: the time of those that waited
+//! depends on what turned out to be cached of the prompts before them, and an endpoint whose queue was shorter than it
+//! seemed would look fast, be given more, and seem faster still.
+//!
+//! **Rule.** Medians, by steps: a first byte that comes later than predicted makes what was predicted longer, an earlier
+//! one shorter. How *much* later plays no part, so that a stall of a minute teaches no more than one of a second. A
+//! short prompt moves `start` and a long one `per_token`, each by its share of the prediction. The steps of the pace
+//! fall from ½ to 1/64. Those of a factor are 1/32, and grow when lessons keep coming from one side, by which an engine
+//! that has become three times as fast is believed within two dozen. Factors near 1 count as 1: endpoints that are alike
+//! should not be told apart by noise.
 
 #![forbid(unsafe_code)]
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use crate::load::Load;
 
-/// The largest change that one lesson makes, as a logarithm.
-const GAIN_FIRST: f32 = 0.5;
-/// The smallest.
-const GAIN_LAST: f32 = 1.0 / 16.0;
+/// Tokens of an engine's step, about: each answer under way takes the place of one.
+pub const TOKENS_PER_STEP: f32 = 1024.0;
+/// Steps of the pace, as logarithms: the first and the last.
+const PACE_STEP: (f32, f32) = (0.5, 1.0 / 64.0);
+/// Lessons within which the pace's steps fall by half.
+const PACE_LESSONS: f32 = 16.0;
+/// Steps of a factor: usually, and at most.
+const FACTOR_STEP: (f32, f32) = (1.0 / 32.0, 0.25);
 /// A run of lessons on one side longer than this is no chance.
 const RUN_OF_CHANCE: u32 = 4;
-/// What is taken for granted of an endpoint that nobody knows anything of.
-const UNKNOWN: Terms = Terms { start: 0.02, per_token: 1e-4, per_token_decoding: 1e-6 };
-/// Terms never leave these bounds (seconds), whatever answers say: a term of 0 could not grow again.
-const START: (f32, f32) = (1e-4, 60.0);
-const PER_TOKEN: (f32, f32) = (1e-8, 1.0);
-const PER_TOKEN_DECODING: (f32, f32) = (1e-10, 0.01);
+/// The largest deviation from the pace that is taken for noise, as a logarithm.
+const NOISE: f32 = 0.3;
+/// What is assumed before the first lesson.
+const UNKNOWN: Pace = Pace { start: 0.02, per_token: 1e-4 };
+/// Bounds of what is learned, whatever answers say: what is 0 could not grow again, and a start that grew beyond a
+/// fraction of a second would make all prompts look alike.
+const START: (f32, f32) = (1e-3, 0.1);
+const PER_TOKEN: (f32, f32) = (1e-8, 0.1);
+const FACTOR: (f32, f32) = (0.05, 20.0);
 
 /// One answer that began.
 #[derive(Clone, Copy, Debug)]
 pub struct FirstByte {
-    /// Tokens of its prompt that hit no cache, as far as is known.
+    /// Tokens of its prompt that were expected to hit no cache.
     pub uncached_tokens: u64,
     /// What was in flight at the endpoint when it was sent.
     pub ahead: Load,
@@ -44,174 +57,201 @@ pub struct FirstByte {
     pub elapsed: Duration,
 }
 
-/// How fast an endpoint is, as values.
+/// How fast a service's endpoints are, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Terms {
-    /// Seconds until a prompt without work begins to be answered.
+pub struct Pace {
+    /// Until the answer to a prompt that is cached begins.
     pub start: f32,
-    /// Seconds per uncached token.
+    /// For each token that is not.
     pub per_token: f32,
-    /// Seconds by which each answer that is being streamed delays each token.
-    pub per_token_decoding: f32,
 }
 
-impl Terms {
-    /// Seconds until the first byte of an answer before which `work` tokens have to be computed.
-    #[must_use]
-    pub fn seconds(&self, work: u64, decoding: u32) -> f32 {
-        self.parts(work, decoding).iter().sum()
-    }
-
-    fn parts(&self, work: u64, decoding: u32) -> [f32; 3] {
-        let work = work as f32;
-        [self.start, work * self.per_token, work * decoding as f32 * self.per_token_decoding]
-    }
+/// What is learned of a service.
+#[derive(Debug)]
+pub struct Rates {
+    start: AtomicU32,
+    per_token: AtomicU32,
+    lessons: AtomicU32,
 }
 
 /// What is learned of one endpoint, on a cache line of its own: what stands beside it is read at every decision.
 #[repr(align(128))]
 #[derive(Debug)]
-pub struct Rates {
-    start: AtomicU32,
-    per_token: AtomicU32,
-    per_token_decoding: AtomicU32,
-    /// Lessons so far; saturates in effect, as only its first values matter.
-    lessons: AtomicU64,
-    /// Lessons on one side since the last on the other; the lowest bit is the side.
+pub struct Slowness {
+    factor: AtomicU32,
+    /// Lessons on one side since the last on the other, times two; the lowest bit is the side.
     run: AtomicU32,
 }
 
 impl Default for Rates {
     fn default() -> Self {
         let bits = |seconds: f32| AtomicU32::new(seconds.to_bits());
-        Rates {
-            start: bits(UNKNOWN.start),
-            per_token: bits(UNKNOWN.per_token),
-            per_token_decoding: bits(UNKNOWN.per_token_decoding),
-            lessons: AtomicU64::new(0),
-            run: AtomicU32::new(0),
-        }
+        Rates { start: bits(UNKNOWN.start), per_token: bits(UNKNOWN.per_token), lessons: AtomicU32::new(0) }
     }
 }
 
 impl Rates {
-    /// What is known; before the first lesson, what is assumed of any endpoint.
+    /// The pace as far as it is known.
     #[must_use]
-    pub fn terms(&self) -> Terms {
+    pub fn pace(&self) -> Pace {
         let value = |atomic: &AtomicU32| f32::from_bits(atomic.load(Ordering::Relaxed));
-        Terms {
-            start: value(&self.start),
-            per_token: value(&self.per_token),
-            per_token_decoding: value(&self.per_token_decoding),
-        }
+        Pace { start: value(&self.start), per_token: value(&self.per_token) }
     }
 
-    /// Answers that it was learned from.
+    /// Seconds until an answer begins at the endpoint of this slowness that computes so many tokens beside so many answers.
     #[must_use]
-    pub fn lessons(&self) -> u64 {
+    pub fn expected_seconds(&self, endpoint: &Slowness, tokens: u64, answers: u32) -> f32 {
+        let Pace { start, per_token } = self.pace();
+        endpoint.factor() * (start + per_token * work(tokens, answers))
+    }
+
+    /// Answers that it was learned from; stays where it is at 2³¹.
+    #[must_use]
+    pub fn lessons(&self) -> u32 {
         self.lessons.load(Ordering::Relaxed)
     }
 
-    /// Learns from one answer that began.
-    pub fn learn(&self, answer: FirstByte) {
-        let terms = self.terms();
-        let (work, decoding) = (answer.ahead.tokens + answer.uncached_tokens, answer.ahead.decode);
-        let parts = terms.parts(work, decoding);
-        let predicted: f32 = parts.iter().sum();
-        let later = answer.elapsed.as_secs_f32() > predicted;
-        let gain = self.gain(later);
+    /// Learns from one answer that began at the endpoint of this slowness.
+    pub fn learn(&self, endpoint: &Slowness, answer: &FirstByte) {
+        if answer.ahead.prefill > 0 {
+            return;
+        }
+        let Pace { start, per_token } = self.pace();
+        let computing = per_token * work(answer.uncached_tokens, answer.ahead.decode);
+        let (predicted, elapsed) = (start + computing, answer.elapsed.as_secs_f32());
+        let lessons = self.lessons().min(1 << 31);
+        self.lessons.store(lessons.saturating_add(1), Ordering::Relaxed);
+        let (first, last) = PACE_STEP;
+        let step = (first / (1.0 + lessons as f32 / PACE_LESSONS)).max(last);
+        let step = if elapsed > predicted { step } else { -step };
         let moved = |value: f32, part: f32, (least, most): (f32, f32)| {
-            let step = gain * part / predicted;
-            (value * (if later { step } else { -step }).exp()).clamp(least, most).to_bits()
+            (value * (step * part / predicted).exp()).clamp(least, most).to_bits()
         };
-        self.start.store(moved(terms.start, parts[0], START), Ordering::Relaxed);
-        self.per_token.store(moved(terms.per_token, parts[1], PER_TOKEN), Ordering::Relaxed);
-        let decoding = moved(terms.per_token_decoding, parts[2], PER_TOKEN_DECODING);
-        self.per_token_decoding.store(decoding, Ordering::Relaxed);
+        self.start.store(moved(start, start, START), Ordering::Relaxed);
+        self.per_token.store(moved(per_token, computing, PER_TOKEN), Ordering::Relaxed);
+        endpoint.learn(predicted, elapsed);
+    }
+}
+
+impl Default for Slowness {
+    fn default() -> Self {
+        Slowness { factor: AtomicU32::new(1.0_f32.to_bits()), run: AtomicU32::new(0) }
+    }
+}
+
+impl Slowness {
+    /// How many times as long as the service's pace says the endpoint takes; exactly 1 for what may be noise.
+    #[must_use]
+    pub fn factor(&self) -> f32 {
+        let factor = f32::from_bits(self.factor.load(Ordering::Relaxed));
+        if factor.ln().abs() < NOISE { 1.0 } else { factor }
     }
 
-    /// How much this lesson counts.
-    fn gain(&self, later: bool) -> f32 {
-        let lessons = self.lessons.fetch_add(1, Ordering::Relaxed);
+    fn learn(&self, predicted: f32, elapsed: f32) {
+        let factor = f32::from_bits(self.factor.load(Ordering::Relaxed));
+        let later = elapsed > predicted * factor;
         let before = self.run.load(Ordering::Relaxed);
         let run = if (before & 1 == 1) == later { (before >> 1).saturating_add(1).min(1 << 20) } else { 1 };
         self.run.store(run << 1 | u32::from(later), Ordering::Relaxed);
-        let settled = (GAIN_FIRST / (1.0 + lessons as f32 / 4.0)).max(GAIN_LAST);
         let doublings = (run.saturating_sub(RUN_OF_CHANCE) / 2).min(3);
-        (settled * (1 << doublings) as f32).min(GAIN_FIRST)
+        let (usual, most) = FACTOR_STEP;
+        let step = (usual * (1 << doublings) as f32).min(most);
+        let (least, most) = FACTOR;
+        let factor = (factor * (if later { step } else { -step }).exp()).clamp(least, most);
+        self.factor.store(factor.to_bits(), Ordering::Relaxed);
     }
+}
+
+/// The work of so many uncached tokens beside so many answers under way, in tokens.
+#[must_use]
+pub fn work(tokens: u64, answers: u32) -> f32 {
+    tokens as f32 * (1.0 + answers as f32 / TOKENS_PER_STEP)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// An engine of these terms answers prompts of many lengths, up to a factor of `noise` early or late, in turn.
-    fn teach(rates: &Rates, engine: Terms, answers: u32, noise: f32) {
+    const IDLE: Load = Load { prefill: 0, decode: 0, tokens: 0 };
+
+    fn answer(uncached_tokens: u64, seconds: f32) -> FirstByte {
+        FirstByte { uncached_tokens, ahead: IDLE, elapsed: Duration::from_secs_f32(seconds) }
+    }
+
+    /// An engine of this pace answers prompts of many lengths, up to a factor of `noise` early or late, in turn.
+    fn teach(rates: &Rates, endpoint: &Slowness, engine: Pace, answers: usize, noise: f32) {
         for n in 0..answers {
-            let (uncached_tokens, decoding) = ([200, 3_000, 900, 40_000, 8_000][n as usize % 5], n / 5 % 7);
-            let ahead = Load { prefill: 1, decode: decoding, tokens: u64::from(n % 3) * 4_000 };
-            let seconds = engine.seconds(uncached_tokens + ahead.tokens, decoding);
-            let factor = if n % 2 == 0 { 1.0 + noise } else { 1.0 / (1.0 + noise) };
-            rates.learn(FirstByte { uncached_tokens, ahead, elapsed: Duration::from_secs_f32(seconds * factor) });
+            let tokens = [200, 3_000, 900, 40_000, 8_000][n % 5];
+            let seconds = engine.start + engine.per_token * tokens as f32;
+            let factor = if n / 5 % 2 == n % 2 { 1.0 + noise } else { 1.0 / (1.0 + noise) };
+            rates.learn(endpoint, &answer(tokens, seconds * factor));
         }
     }
 
-    fn assert_close(rates: &Rates, engine: Terms, within: f32) {
-        for (work, decoding) in [(1_000, 3), (5_000, 0), (20_000, 3), (60_000, 6)] {
-            let (learned, truth) = (rates.terms().seconds(work, decoding), engine.seconds(work, decoding));
-            assert!(
-                (learned / truth).ln().abs() < within,
-                "{work} tokens, {decoding} decoding: {learned} for {truth} s"
-            );
-        }
+    fn assert_close(learned: f32, truth: f32, within: f32) {
+        assert!((learned / truth).ln().abs() < within, "{learned} for {truth}");
     }
 
     #[test]
-    fn the_formula_by_hand() {
-        let terms = Terms { start: 0.5, per_token: 0.001, per_token_decoding: 0.0001 };
-        assert!((terms.seconds(0, 10) - 0.5).abs() < 1e-6);
-        assert!((terms.seconds(2_000, 0) - 2.5).abs() < 1e-5);
-        assert!((terms.seconds(2_000, 10) - 4.5).abs() < 1e-5);
-        assert_eq!(Rates::default().terms(), UNKNOWN);
+    fn answers_under_way_take_their_part_of_each_step() {
+        assert_close(work(1_000, 0), 1_000.0, 1e-6);
+        assert_close(work(1_000, 512), 1_500.0, 1e-6);
     }
 
     #[test]
-    fn fast_and_slow_engines_are_told_apart_by_the_time_of_a_few_dozen_answers() {
+    fn the_pace_is_learned_within_a_few_dozen_answers() {
         for per_token in [2e-5, 1e-4, 1e-3] {
-            let engine = Terms { start: 0.03, per_token, per_token_decoding: per_token / 50.0 };
-            let rates = Rates::default();
-            teach(&rates, engine, 60, 0.0);
-            assert_close(&rates, engine, 0.3);
-            teach(&rates, engine, 400, 0.2);
-            assert_close(&rates, engine, 0.3);
-            assert_eq!(rates.lessons(), 460);
+            let engine = Pace { start: 0.03, per_token };
+            let (rates, endpoint) = (Rates::default(), Slowness::default());
+            teach(&rates, &endpoint, engine, 60, 0.0);
+            assert_close(rates.pace().per_token, per_token, 0.3);
+            teach(&rates, &endpoint, engine, 600, 0.2);
+            assert_close(rates.pace().per_token, per_token, 0.25);
+            assert_eq!((rates.lessons(), endpoint.factor()), (660, 1.0));
         }
     }
 
     #[test]
-    fn an_engine_that_becomes_three_times_as_fast_is_believed_soon_and_a_stall_is_not() {
-        let slow = Terms { start: 0.03, per_token: 3e-4, per_token_decoding: 3e-6 };
-        let fast = Terms { start: 0.03, per_token: 1e-4, per_token_decoding: 1e-6 };
+    fn a_slow_endpoint_among_others_is_told_apart_and_believed_when_it_becomes_fast() {
+        let fast = Pace { start: 0.03, per_token: 1e-4 };
+        let slow = Pace { start: 0.09, per_token: 3e-4 };
         let rates = Rates::default();
-        teach(&rates, slow, 300, 0.1);
-        let stall = FirstByte { uncached_tokens: 5_000, ahead: Load::default(), elapsed: Duration::from_secs(600) };
-        rates.learn(stall);
-        assert_close(&rates, slow, 0.35);
-        teach(&rates, fast, 25, 0.1);
-        assert_close(&rates, fast, 0.35);
+        let endpoints = [(); 4].map(|()| Slowness::default());
+        let round = |of_first: Pace, rounds: usize| {
+            for _ in 0..rounds {
+                endpoints.iter().enumerate().for_each(|(n, endpoint)| {
+                    teach(&rates, endpoint, if n == 0 { of_first } else { fast }, 5, 0.2);
+                });
+            }
+        };
+        round(slow, 60);
+        assert_close(endpoints[0].factor(), 3.0, 0.3);
+        assert!(endpoints[1..].iter().all(|endpoint| endpoint.factor() == 1.0), "{endpoints:?}");
+        rates.learn(&endpoints[1], &answer(5_000, 600.0));
+        assert_eq!(endpoints[1].factor(), 1.0, "one stall is one lesson");
+        round(fast, 5);
+        assert_eq!(endpoints[0].factor(), 1.0, "25 answers later");
+    }
+
+    #[test]
+    fn requests_that_waited_for_others_teach_nothing() {
+        let (rates, endpoint) = (Rates::default(), Slowness::default());
+        let ahead = Load { prefill: 1, ..IDLE };
+        rates.learn(&endpoint, &FirstByte { ahead, ..answer(1_000, 50.0) });
+        assert_eq!((rates.pace(), rates.lessons()), (UNKNOWN, 0));
     }
 
     #[test]
     fn nothing_that_an_endpoint_does_makes_the_estimate_absurd() {
-        let rates = Rates::default();
+        let (rates, endpoint) = (Rates::default(), Slowness::default());
         for elapsed in [Duration::ZERO, Duration::MAX] {
-            for uncached_tokens in [0, 1, u64::MAX / 2] {
-                for _ in 0..2_000 {
-                    rates.learn(FirstByte { uncached_tokens, ahead: Load::default(), elapsed });
-                }
-                let seconds = rates.terms().seconds(1_000, 1);
-                assert!(seconds.is_finite() && seconds > 0.0, "{seconds}");
+            for uncached_tokens in [0, 1, u64::MAX] {
+                (0..2_000).for_each(|_| {
+                    rates.learn(&endpoint, &FirstByte { uncached_tokens, ahead: IDLE, elapsed });
+                });
+                let Pace { start, per_token } = rates.pace();
+                let all = [start, per_token, endpoint.factor()];
+                assert!(all.iter().all(|value| value.is_finite() && *value > 0.0), "{all:?}");
             }
         }
     }

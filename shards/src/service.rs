@@ -14,6 +14,8 @@ use std::time::Duration;
 use crate::block::vllm::Tagging;
 use crate::block::{Contract, Lora};
 use crate::bos::{BosEvidence, BosSettings};
+use crate::disagg::ladder::{Gauge, Places};
+use crate::disagg::stats::PdStats;
 use crate::feedback::Trust;
 use crate::ids::{EndpointIndex, ServiceId, ShardId};
 use crate::inventory;
@@ -21,7 +23,7 @@ use crate::load::LoadSlot;
 use crate::predictions::{Predictions, ZeroHits};
 use crate::prompt::ModelTable;
 use crate::prompt::Rendering;
-use crate::rates::Rates;
+use crate::rates::{Rates, Slowness};
 use crate::route::Tier;
 use crate::usage::Statements;
 
@@ -207,6 +209,8 @@ pub struct KvExact {
     pub add_bos: Option<bool>,
     /// How engines are asked for the ids of chats that they render in code (`kvEngineRender`); none = they are not.
     pub engine_render: Option<EngineRender>,
+    /// Chats are sent on with the ids of their prompts (`kvSendPromptIds`), where the engine takes them.
+    pub send_ids: bool,
     /// How overlap is weighed against load (`LOXILB_KV_LB_MODE`).
     pub blend: Blend,
     /// What a request in flight costs in the soft blends, over the endpoint's blocks (`LOXILB_KV_LOAD_PENALTY`).
@@ -214,6 +218,9 @@ pub struct KvExact {
     /// What the endpoints can do together, which the adaptive blends measure load by (`LOXILB_KV_CAP_SUM_MILLI`); none =
     /// as much as the fleet they were tuned on.
     pub capacity_sum_milli: Option<u32>,
+    /// What work costs those that come later counts so many percent beside a request's own time (`LOXILB_KV_THROUGHPUT`);
+    /// 0 = first-token time alone. Blend `ttft` only.
+    pub throughput: u32,
     /// Shorter prompts, in tokens, are not scored (`LLB_KV_MIN_MATCH_TOKENS`); 0 = no such guard.
     pub min_match_tokens: u32,
     /// The winner at or over the fleet-wide cap gives way (`LOXILB_KV_SPILL_RELIEF`; on in mode 3 when unset).
@@ -248,9 +255,11 @@ impl KvExact {
             chat_template_kwargs: None,
             add_bos: None,
             engine_render: None,
+            send_ids: false,
             blend: Blend::default(),
             load_penalty: 32,
             capacity_sum_milli: None,
+            throughput: 200,
             min_match_tokens: 16,
             spill_relief: true,
             mean_load_factor: 175,
@@ -333,6 +342,8 @@ pub struct Endpoint {
     pub role: Role,
     /// Where its NIXL side channel listens (`nixl_port`); 0 = not said.
     pub nixl_port: u16,
+    /// What its NIXL agent is called (`nixl_engine_id`), where prefill engines push.
+    pub nixl_engine_id: Option<Box<str>>,
     /// State carried over updates.
     pub shared: Arc<EndpointShared>,
 }
@@ -349,6 +360,7 @@ impl Endpoint {
             retired: false,
             role: Role::Normal,
             nixl_port: 0,
+            nixl_engine_id: None,
             shared: Arc::new(shared),
         }
     }
@@ -367,6 +379,10 @@ pub struct ServiceShared {
     pub seed_ticks: AtomicU64,
     /// Whether repeated prompts hit.
     pub zero_hits: ZeroHits,
+    /// How soon its endpoints' answers begin.
+    pub rates: Rates,
+    /// Disaggregated requests under way.
+    pub pd_total: Arc<Gauge>,
     /// Endpoints that are demoted; see [`Trust`].
     pub demoted: AtomicU32,
     /// Begin-of-text tokens, where use has shown what files and rule do not say.
@@ -382,6 +398,8 @@ impl ServiceShared {
         ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
+            rates: Rates::default(),
+            pd_total: Arc::default(),
             demoted: AtomicU32::new(0),
             bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
@@ -498,6 +516,8 @@ pub struct ServiceStats {
     pub broken_answers: AtomicU64,
     /// Requests whose client left before the end of the answer.
     pub client_gone: AtomicU64,
+    /// Requests with a prefill and a decode leg.
+    pub pd: PdStats,
     /// Decisions by [`Tier`].
     pub tiers: [AtomicU64; Tier::ALL.len()],
     /// Decisions of Tier 1.5 that a claim made: the endpoint will have stored the prompt's beginning soon.
@@ -553,6 +573,8 @@ pub struct EndpointShared {
     pub slot: LoadSlot,
     /// False after a refused or timed-out connect or failed probes, until a probe succeeds.
     up: AtomicBool,
+    /// Its engine's release takes the ids of a chat's prompt along with it.
+    takes_ids: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
     /// Times it was taken out.
@@ -570,10 +592,12 @@ pub struct EndpointShared {
     /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
     /// copies: the inventory's `total`. Written by the ingest thread.
     pub kv_blocks: AtomicU64,
+    /// Its places for requests in prefill, where they are bounded.
+    pub places: Places,
     /// What its engine says of its load, as far as somebody asks.
     pub engine: EngineLoad,
-    /// How soon its answers begin.
-    pub rates: Rates,
+    /// How slow it is among the service's endpoints.
+    pub slowness: Slowness,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
     /// Which begin-of-text its engine puts before texts, where it is another than expected.
@@ -594,6 +618,7 @@ impl EndpointShared {
             index,
             slot,
             up: AtomicBool::new(true),
+            takes_ids: AtomicBool::new(false),
             connect_failures: AtomicU32::new(0),
             downs: AtomicU32::new(0),
             emptied: AtomicU32::new(0),
@@ -602,8 +627,9 @@ impl EndpointShared {
             heals: AtomicU64::new(0),
             conveys_rank: AtomicBool::new(false),
             kv_blocks: AtomicU64::new(0),
+            places: Places::default(),
             engine: EngineLoad::default(),
-            rates: Rates::default(),
+            slowness: Slowness::default(),
             predictions: Predictions::default(),
             bos: BosEvidence::default(),
             usage: Statements::default(),
@@ -616,6 +642,17 @@ impl EndpointShared {
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.up.load(Ordering::Relaxed)
+    }
+
+    /// Whether the ids of a chat's prompt may be sent along with it; not before its engine has told its release.
+    #[must_use]
+    pub fn takes_ids(&self) -> bool {
+        self.takes_ids.load(Ordering::Relaxed)
+    }
+
+    /// Notes what follows from the release that its engine has told.
+    pub fn set_takes_ids(&self, takes: bool) {
+        self.takes_ids.store(takes, Ordering::Relaxed);
     }
 
     /// Whether the breaker is open.

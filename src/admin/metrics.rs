@@ -79,6 +79,21 @@ impl Families<'_> {
         Ok(())
     }
 
+    /// A family of metrics of one type.
+    pub(crate) fn metrics(
+        &mut self,
+        name: &str,
+        help: &str,
+        kind: MetricType,
+        samples: impl IntoIterator<Item = (Labels, impl EncodeMetric)>,
+    ) -> std::fmt::Result {
+        let mut family = self.0.encode_descriptor(name, help, None, kind)?;
+        for (labels, metric) in samples {
+            metric.encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+
     /// A family of gauges.
     pub(crate) fn gauge(
         &mut self,
@@ -102,6 +117,7 @@ impl Collector for Source {
         rules(&mut families, &view)?;
         endpoints(&mut families, &view, &self.control)?;
         services(&mut families, &view)?;
+        super::metrics_pd::encode(&mut families, &view)?;
         cascade(&mut families, &view, &self.control)?;
         self.control.ingest.encode(&mut families)?;
         for_shards(&mut families, &view)

@@ -15,6 +15,7 @@ mod guard;
 mod hosts;
 mod inventory;
 mod metrics;
+mod metrics_pd;
 mod openapi;
 mod parity;
 mod post;

@@ -4,16 +4,18 @@
 //! code on that snapshot, with every endpoint idle.
 
 use std::collections::HashSet;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use clap::Args;
 use serde_json::{Value, json};
 use shards::ids::{BlockKey, EndpointIndex, Rank, ServiceId, ShardId};
 use shards::inventory::{self, Medium, Run};
 use shards::load::{LoadSlot, LoadTable};
-use shards::prompt::{Api, BodyView, Keying, Preview, preview};
+use shards::prompt::{Api, BodyView, Job, Keying, Model, Preview, Question, Step, preview};
 use shards::route::{Chooser, Decision, Evidence, Facts, Turn, decide};
 use shards::service::{EndpointShared, MissReason, PathMatch, Service, ServiceShared};
 
@@ -21,10 +23,15 @@ use super::Outcome;
 use super::inquiry::{Gateway, keys_of};
 use super::render::{Failure, REQUEST_BYTES_MAX};
 use crate::config::Config;
-use crate::discovery::ServiceFacts;
+use crate::discovery::{Call, ServiceFacts};
 use crate::models;
 use crate::rules::compile::{Place, compile};
 use crate::rules::{Host, Rule};
+
+/// Largest answer of an engine with ids, bytes.
+const IDS_BYTES_MAX: usize = 8 << 20;
+/// Longest wait for an engine.
+const ENGINE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What `kvlane explain` is told on its command line.
 #[derive(Debug, Args)]
@@ -58,6 +65,8 @@ struct Story {
     overlaps: Option<Vec<Overlap>>,
     decision: Option<Decision>,
     asked: bool,
+    /// Where only an engine can render: which one told the ids, or why none did.
+    engine: Option<Result<String, String>>,
 }
 
 /// What one endpoint holds of the prompt.
@@ -104,7 +113,10 @@ fn story(args: &ExplainArgs) -> Result<Story, Failure> {
     let rule = service.rule.clone();
     let model = asked_model.map(str::to_owned).or_else(|| service.compiled.model.clone());
     let model = model.ok_or_else(|| Failure::No("neither the request nor the rule names a model".into()))?;
-    let (prompt, keys) = prompt_of(args, &config, &service.compiled, &model, &body)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| Failure::No(format!("no runtime: {error}")))?;
+    let Prompted { prompt, keys, engine } =
+        runtime.block_on(prompt_of(args, &config, &service, &model, &body, &view))?;
     let overlaps = match &args.url {
         Some(url) => Some(overlaps(url, &rule, &service.compiled, &keys)?),
         None => None,
@@ -119,6 +131,7 @@ fn story(args: &ExplainArgs) -> Result<Story, Failure> {
         overlaps,
         decision,
         asked: args.url.is_some(),
+        engine,
     })
 }
 
@@ -181,41 +194,121 @@ fn compiled(number: usize, rule: &Rule) -> Candidate<'_> {
     Candidate { rule, compiled: Arc::new(compiled) }
 }
 
-type Prompted = (Result<Preview, MissReason>, Vec<BlockKey>);
+/// What becomes of the request's prompt.
+struct Prompted {
+    prompt: Result<Preview, MissReason>,
+    keys: Vec<BlockKey>,
+    engine: Option<Result<String, String>>,
+}
 
-fn prompt_of(
+impl Prompted {
+    fn miss(reason: MissReason) -> Self {
+        Prompted { prompt: Err(reason), keys: Vec::new(), engine: None }
+    }
+}
+
+async fn prompt_of(
     args: &ExplainArgs,
     config: &Config,
-    service: &Service,
+    service: &Candidate<'_>,
     name: &str,
     body: &[u8],
+    view: &BodyView<'_>,
 ) -> Result<Prompted, Failure> {
-    let Some(kv) = &service.kv else { return Ok((Err(MissReason::ModeOff), Vec::new())) };
-    let Some(api) = Api::of("POST", &args.path) else { return Ok((Err(MissReason::ModeOff), Vec::new())) };
+    let Some(kv) = &service.compiled.kv else { return Ok(Prompted::miss(MissReason::ModeOff)) };
+    let Some(api) = Api::of("POST", &args.path) else { return Ok(Prompted::miss(MissReason::ModeOff)) };
     let adapter = kv.adapters.get(name);
     let base = adapter.map_or(name, |adapter| &adapter.base);
-    let model = models::read_now(&config.tokenizers_dir, base).map_err(|error| {
-        eprintln!("kvlane explain: {error}");
-        MissReason::Tokenizer
-    });
-    let model = match model {
+    let model = match models::read_now(&config.tokenizers_dir, base) {
         Ok((model, _)) => model,
-        Err(reason) => return Ok((Err(reason), Vec::new())),
+        Err(error) => {
+            eprintln!("kvlane explain: {error}");
+            return Ok(Prompted::miss(MissReason::Tokenizer));
+        }
     };
-    let rendering = kv.rendering(service.engine);
-    let prompt = preview(api, body, &model, rendering);
+    let rendering = kv.rendering(service.compiled.engine);
     let keying =
         Keying { contract: &kv.contract, block_tokens: kv.block_tokens, lora: adapter.map(|adapter| &adapter.lora) };
-    let keys = if prompt.is_ok() { keys_of(api, body, &model, rendering, keying) } else { Ok(Vec::new()) };
-    match keys {
-        Ok(keys) => Ok((prompt, keys)),
-        Err(reason) => Ok((Err(reason), Vec::new())),
+    match preview(api, body, &model, rendering) {
+        Ok(prompt) => match keys_of(api, body, &model, rendering, keying) {
+            Ok(keys) => Ok(Prompted { prompt: Ok(prompt), keys, engine: None }),
+            Err(reason) => Ok(Prompted::miss(reason)),
+        },
+        Err(reason @ (MissReason::EngineRendered | MissReason::TemplateMissing)) => {
+            let told = told_ids(service, api, body, view, &model, reason).await;
+            let keyed =
+                told.map(|(who, list)| (who, Job::of_ids(&list, view, &model, rendering, keying).and_then(all)));
+            Ok(match keyed {
+                Err(why) => Prompted { engine: Some(Err(why)), ..Prompted::miss(reason) },
+                Ok((_, Err(reason))) => Prompted::miss(reason),
+                Ok((who, Ok((ids, keys)))) => {
+                    let prompt = Preview { text: None, ids, whole: true, cuts: Vec::new() };
+                    Prompted { prompt: Ok(prompt), keys, engine: Some(Ok(who)) }
+                }
+            })
+        }
+        Err(reason) => Ok(Prompted::miss(reason)),
     }
+}
+
+/// Ids and keys of a prompt of ids.
+fn all(mut job: Job<'_>) -> Result<(Vec<u32>, Vec<BlockKey>), MissReason> {
+    job.keep_ids();
+    while job.step()? == Step::More {}
+    Ok((job.ids().unwrap_or_default().to_vec(), job.keys().to_vec()))
+}
+
+/// Asks the rule's engines for the ids of a prompt that they render in code, as the gateway would: which one told them,
+/// and the list after its bracket.
+async fn told_ids(
+    service: &Candidate<'_>,
+    api: Api,
+    body: &[u8],
+    view: &BodyView<'_>,
+    model: &Model,
+    reason: MissReason,
+) -> Result<(String, String), String> {
+    let way = service.compiled.kv.as_ref().and_then(|kv| kv.engine_render);
+    let way = way.ok_or("the rule's kvEngineRender is off: engines are not asked")?;
+    let question = Question::after(reason, api, view, model, service.compiled.engine, way);
+    let question = question.ok_or("what an engine would tell are not the ids of such a request")?;
+    let authorization = service.rule.engine_token.as_ref().map(|token| token.authorization());
+    let mut why = "the rule has no endpoint with an address".to_owned();
+    for endpoint in &service.rule.endpoints {
+        let mut found = match endpoint.host {
+            Host::Ip(ip) => vec![SocketAddr::from((ip, endpoint.port))].into_iter(),
+            Host::Name(ref name) => match tokio::net::lookup_host((name.as_str(), endpoint.port)).await {
+                Ok(found) => found.collect::<Vec<_>>().into_iter(),
+                Err(error) => {
+                    why = format!("{endpoint}: {error}");
+                    continue;
+                }
+            },
+        };
+        let Some(address) = found.next() else { continue };
+        let call = Call {
+            address,
+            path: question.path,
+            authorization: authorization.as_deref(),
+            body: Some(body),
+            answer_bytes_max: IDS_BYTES_MAX,
+            timeout: ENGINE_TIMEOUT,
+        };
+        match call.ask().await {
+            Ok(reply) if reply.status == 200 => match question.ids(&reply.body) {
+                Some(list) => return Ok((format!("{endpoint}{}", question.path), list.to_owned())),
+                None => why = format!("{endpoint}{}: no ids in the answer", question.path),
+            },
+            Ok(reply) => why = format!("{endpoint}{}: status {}", question.path, reply.status),
+            Err(error) => why = format!("{endpoint}{}: {error}", question.path),
+        }
+    }
+    Err(why)
 }
 
 /// Asks the gateway what each endpoint holds, and brings the service's endpoints to the state it tells.
 fn overlaps(url: &str, rule: &Rule, service: &Service, keys: &[BlockKey]) -> Result<Vec<Overlap>, Failure> {
-    let gateway = Gateway::at(url).map_err(Failure::Usage)?;
+    let gateway = Gateway::at(url).map_err(|why| Failure::Usage(format!("--url {why}")))?;
     let told = gateway.rule(rule).map_err(Failure::No)?;
     let mut overlaps = Vec::new();
     for (index, endpoint) in rule.endpoints.iter().enumerate() {
@@ -278,6 +371,10 @@ impl Story {
             "block_tokens": self.block_tokens,
             "keys": self.keys.iter().map(|key| key.0.to_string()).collect::<Vec<_>>(),
             "overlaps": overlaps, "decision": decision,
+            "engine": self.engine.as_ref().map(|told| match told {
+                Ok(who) => json!({"told_by": who}),
+                Err(why) => json!({"not_asked_or_silent": why}),
+            }),
         })
     }
 
@@ -287,6 +384,11 @@ impl Story {
         match &self.prompt {
             Err(reason) => println!("prompt    routed without keys: {}", reason.name()),
             Ok(prompt) => self.print_prompt(prompt),
+        }
+        match &self.engine {
+            None => {}
+            Some(Ok(who)) => println!("engine    {who} told these ids: it renders in code"),
+            Some(Err(why)) => println!("engine    only an engine knows this prompt's ids, and none told them: {why}"),
         }
         for overlap in self.overlaps.iter().flatten() {
             let state = if overlap.up { "up" } else { "down" };
@@ -321,6 +423,7 @@ impl Story {
     fn print_prompt(&self, prompt: &Preview) {
         match &prompt.text {
             Some(text) => println!("text      {} bytes\n{text}\n", text.len()),
+            None if self.engine.is_some() => println!("text      known to the engine alone"),
             None => println!("text      none: the request brings ids"),
         }
         if !prompt.whole {

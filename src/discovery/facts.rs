@@ -53,6 +53,20 @@ impl EndpointFacts {
         self.version.as_deref().and_then(Release::parse)
     }
 
+    /// Whether its release takes the ids of a chat's prompt along with the chat, checks them, and leaves those out that
+    /// it cannot use: vLLM 0.32 in `kv_transfer_params`, SGLang 0.5.13, TensorRT-LLM 1.3 (older ones refuse members that
+    /// they do not know).
+    #[must_use]
+    pub fn takes_ids(&self, engine: Engine) -> bool {
+        let since = match engine {
+            Engine::Vllm => Release::new(0, 32, 0),
+            Engine::Sglang => Release::new(0, 5, 13),
+            Engine::Trtllm => Release::new(1, 3, 0),
+            Engine::Llamacpp => return false,
+        };
+        self.release().is_some_and(|release| release >= since)
+    }
+
     /// Reads `GET /version`; false when it is no such answer.
     pub fn read_version(&mut self, body: &[u8]) -> bool {
         let Ok(answer) = serde_json::from_slice::<Value>(body) else { return false };

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use shards::service::Engine;
@@ -76,7 +76,8 @@ pub fn check(
         select,
         hashing: pools::read_hashing(fields, report, select),
         sessions: pools::read_sessions(fields, report, &facts, select),
-        pd: pools::read_disagg(fields, report, &facts, engine),
+        pd: pools::read_disagg(fields, report, &facts, engine, defaults),
+        pd_auth_key_file: fields.text_set(report, "pdAuthKeyFile").map(PathBuf::from),
         engine,
         proxy: proxy::read(fields, report, engine, &facts, defaults),
         kv,
@@ -263,7 +264,7 @@ fn read_path_match(fields: &mut Fields<'_>, report: &mut Report, path_prefix: &s
 }
 
 /// A text of bounded length without control characters; empty where absent.
-fn text(fields: &mut Fields<'_>, report: &mut Report, name: &str) -> String {
+pub(super) fn text(fields: &mut Fields<'_>, report: &mut Report, name: &str) -> String {
     let value = fields.text(report, name).unwrap_or_default();
     if value.len() > TEXT_BYTES_MAX {
         fields.invalid(report, name, format!("has {} bytes, at most {TEXT_BYTES_MAX} are taken", value.len()));

@@ -46,7 +46,7 @@ pub fn compile(
         hashing: rule.hashing,
         ring: None,
         sessions: rule.sessions.clone(),
-        pd: rule.pd,
+        pd: rule.pd.clone(),
         engine: rule.engine,
         proxy: rule.proxy.clone(),
         kv: rule.kv.as_ref().zip(inventory).map(|(kv, inventory)| compile_kv(kv, inventory, facts)),
@@ -73,7 +73,9 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         chat_template_kwargs: kv.prompts.template_kwargs.clone(),
         add_bos: kv.prompts.add_bos,
         engine_render: kv.prompts.engine_render,
+        send_ids: kv.prompts.send_ids,
         blend: kv.blend,
+        throughput: kv.throughput,
         load_penalty: kv.load_penalty,
         capacity_sum_milli: kv.capacity_sum_milli,
         min_match_tokens: kv.min_match_tokens,
@@ -103,6 +105,10 @@ fn compile_place(rule: &Rule, place: &Place) -> Endpoint {
         retired: endpoint.is_none(),
         role: endpoint.map_or(Role::Normal, |endpoint| endpoint.role),
         nixl_port: endpoint.map_or(0, |endpoint| endpoint.nixl_port),
+        nixl_engine_id: endpoint
+            .map(|endpoint| endpoint.nixl_engine_id.as_str())
+            .filter(|id| !id.is_empty())
+            .map(Into::into),
         shared: Arc::clone(&place.shared),
     }
 }

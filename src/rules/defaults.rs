@@ -1,7 +1,9 @@
 //! The environment variables of KV-exact routing: read once, at the edge, and passed on as values.
 
 use std::ops::RangeInclusive;
+use std::time::Duration;
 
+use shards::disagg::ladder::Ladder;
 use shards::route::CAPACITY_REFERENCE_MILLI;
 use shards::service::Blend;
 
@@ -22,6 +24,8 @@ pub struct KvDefaults {
     pub min_match_tokens: u32,
     /// `LOXILB_KV_LB_MODE`, else what `LOXILB_KV_UNIFIED_MODE` means.
     pub blend: Blend,
+    /// `LOXILB_KV_THROUGHPUT`, 0 to 1000 percent.
+    pub throughput: u32,
     /// `LOXILB_KV_LOAD_PENALTY`, 1 to 100,000.
     pub load_penalty: u32,
     /// `LOXILB_KV_CAP_SUM_MILLI`; unset = the fleet that the adaptive blends were tuned on.
@@ -44,6 +48,24 @@ pub struct KvDefaults {
     pub replay_port_offset: u16,
     /// `LOXILB_KV_TRTLLM_POLL_MIN_MS` and `LOXILB_KV_TRTLLM_POLL_MAX_MS`.
     pub drain_poll: DrainPoll,
+    /// What P/D rules go by.
+    pub pd: PdDefaults,
+}
+
+/// What P/D rules go by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PdDefaults {
+    /// `LLB_PD_PREFILL_TIMEOUT_SEC`, 1 to 86,400: least time that a prefill leg is given.
+    pub prefill_floor: Duration,
+    /// `LLB_PD_MAX_INFLIGHT_PER_EP` below 100,000, `LLB_PD_QUEUE_DEPTH_PER_EP` up to 64, `LLB_PD_MAX_PARK_SEC` up to 3,600,
+    /// `LLB_PD_MAX_TOTAL_INFLIGHT` below 1,000,000; 0 = off.
+    pub ladder: Ladder,
+}
+
+impl Default for PdDefaults {
+    fn default() -> Self {
+        PdDefaults { prefill_floor: Duration::from_secs(30), ladder: Ladder::default() }
+    }
 }
 
 /// Pauses between two drains of a TensorRT-LLM engine: the shorter while events come.
@@ -66,6 +88,7 @@ impl Default for KvDefaults {
             seed: None,
             min_match_tokens: 16,
             blend: Blend::default(),
+            throughput: 200,
             load_penalty: 32,
             capacity_sum_milli: None,
             spill_relief: None,
@@ -77,6 +100,7 @@ impl Default for KvDefaults {
             origin_errors_max: 3,
             replay_port_offset: 1000,
             drain_poll: DrainPoll { min_ms: 5, max_ms: 20 },
+            pd: PdDefaults::default(),
         }
     }
 }
@@ -93,6 +117,7 @@ impl KvDefaults {
             seed: env.seed("LLB_KV_NONE_HASH_SEED"),
             min_match_tokens: env.number("LLB_KV_MIN_MATCH_TOKENS", 0, 4096, default.min_match_tokens),
             blend: env.blend(default.blend),
+            throughput: env.number("LOXILB_KV_THROUGHPUT", 0, 1000, default.throughput),
             load_penalty: env.number("LOXILB_KV_LOAD_PENALTY", 1, 100_000, default.load_penalty),
             capacity_sum_milli: env.optional("LOXILB_KV_CAP_SUM_MILLI", CAPACITY_SUM),
             spill_relief: env.switch("LOXILB_KV_SPILL_RELIEF"),
@@ -104,6 +129,7 @@ impl KvDefaults {
             origin_errors_max: env.number("LLB_PD_ORIGIN_ERR_THRESHOLD", 0, 1000, default.origin_errors_max),
             replay_port_offset: env.short("LLB_KV_REPLAY_PORT_OFFSET", 0..=65_535, default.replay_port_offset),
             drain_poll: env.drain_poll(default.drain_poll),
+            pd: env.pd(),
         };
         if env.problems.is_empty() { Ok(value) } else { Err(env.problems) }
     }
@@ -165,6 +191,18 @@ impl<F: Fn(&str) -> Option<String>> Env<F> {
             self.problem(MIN, format!("{min_ms} is more than LOXILB_KV_TRTLLM_POLL_MAX_MS, {max_ms}"));
         }
         DrainPoll { min_ms: min_ms.min(max_ms), max_ms }
+    }
+
+    fn pd(&mut self) -> PdDefaults {
+        let floor = self.number("LLB_PD_PREFILL_TIMEOUT_SEC", 1, 86_400, 30);
+        let park = self.number("LLB_PD_MAX_PARK_SEC", 0, 3_600, 0);
+        let ladder = Ladder {
+            per_endpoint: self.number("LLB_PD_MAX_INFLIGHT_PER_EP", 0, 99_999, 0),
+            queue: self.number("LLB_PD_QUEUE_DEPTH_PER_EP", 0, 64, 0),
+            park: Duration::from_secs(park.into()),
+            total: self.number("LLB_PD_MAX_TOTAL_INFLIGHT", 0, 999_999, 0),
+        };
+        PdDefaults { prefill_floor: Duration::from_secs(floor.into()), ladder }
     }
 
     fn switch(&mut self, name: &str) -> Option<bool> {

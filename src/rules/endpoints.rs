@@ -7,7 +7,7 @@ use shards::service::{Engine, Role};
 
 use crate::fields::{Fields, Report, Value};
 
-use super::check::{Facts, warn_of_unused};
+use super::check::{self, Facts, warn_of_unused};
 use super::{ENDPOINTS_MAX, EventPlace, EventSource, Host, KvRule, RuleEndpoint};
 
 /// Largest weight. A larger one is refused.
@@ -178,6 +178,7 @@ fn read_place(fields: &mut Fields<'_>, report: &mut Report, events: Option<Event
         backup: fields.flag(report, "backup").unwrap_or(false),
         role: Role::Normal,
         nixl_port: fields.int_in(report, "nixl_port", 0..=65_535).map_or(0, |port| port as u16),
+        nixl_engine_id: check::text(fields, report, "nixl_engine_id"),
         events,
     }
 }

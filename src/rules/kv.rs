@@ -33,7 +33,7 @@ const BLOCK_TOKENS_MAX: i64 = 65_536;
 const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
 
 /// Options that say something only where cache events are followed.
-pub(super) const KV_OPTIONS: [&str; 25] = [
+pub(super) const KV_OPTIONS: [&str; 27] = [
     "kvBlockSize",
     "kvHashAlgo",
     "kvZmqPort",
@@ -44,9 +44,11 @@ pub(super) const KV_OPTIONS: [&str; 25] = [
     "kvChatTemplateKwargs",
     "kvAddBos",
     "kvEngineRender",
+    "kvSendPromptIds",
     "kvAdapters",
     "kvMinMatchTokens",
     "kvLbMode",
+    "kvThroughput",
     "kvLoadPenalty",
     "kvCapSumMilli",
     "kvZeroHitN",
@@ -96,6 +98,7 @@ pub(super) fn read(
         adapters: super::adapters::read(fields, report),
         min_match_tokens: number(fields, report, "kvMinMatchTokens", 0, 4096, defaults.min_match_tokens),
         blend: read_blend(fields, report, defaults),
+        throughput: number(fields, report, "kvThroughput", 0, 1000, defaults.throughput),
         load_penalty: number(fields, report, "kvLoadPenalty", 1, 100_000, defaults.load_penalty),
         capacity_sum_milli: fields
             .int_in(report, "kvCapSumMilli", CAPACITY_SUM_RANGE)

@@ -6,8 +6,8 @@
 //!
 //! Names are those of the reference's `serviceArguments` and `endpoints`; beyond them a rule may carry
 //! `kvNoneHashSeed`, `engineTokenFile`, `kvChatTemplate`, `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender`,
-//! `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`, `kvColdstartSeedN`,
-//! `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `kvClaimMs`, `pd_session_max`,
+//! `kvSendPromptIds`, `kvAdapters`, `kvMinMatchTokens`, `kvLbMode`, `kvThroughput`, `kvLoadPenalty`, `kvCapSumMilli`, `kvSpillRelief`,
+//! `kvColdstartSeedN`, `kvColdstartMinBlocks`, `kvMeanLoadFactor`, `kvZeroHitN`, `kvClaimMs`, `pd_session_max`,
 //! `kvReplayPortOffset`, `kvTrtllmPollMinMs`, `kvTrtllmPollMaxMs`, `kvMediumWeights`, `routeHeader` and
 //! `scrapeMetrics`, and an endpoint `kvZmqPort`,
 //! `kvReplayPort` and `kvZmqBind`.
@@ -21,6 +21,7 @@ pub mod compile;
 mod defaults;
 mod endpoints;
 mod kv;
+mod legs;
 mod others;
 mod pools;
 mod prompts;
@@ -44,7 +45,7 @@ use shards::service::{
 
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
-pub use defaults::{DrainPoll, KvDefaults};
+pub use defaults::{DrainPoll, KvDefaults, PdDefaults};
 pub use prompts::PromptOptions;
 pub use readback::{contract_of, readback};
 pub use request::{Oper, Purpose, purpose_of};
@@ -75,6 +76,8 @@ pub struct Rule {
     pub sessions: Option<Sessions>,
     /// `pd_disagg_mode` and what goes with it; none = one pool.
     pub pd: Option<Disagg>,
+    /// `pdAuthKeyFile`: where its key was read from.
+    pub pd_auth_key_file: Option<PathBuf>,
     /// `kvEngineType`.
     pub engine: Engine,
     /// How requests are carried, beside where to.
@@ -187,7 +190,7 @@ pub struct KvRule {
     pub seed: Option<String>,
     /// `kvChatTemplate`.
     pub chat_template: Option<ChatTemplate>,
-    /// `kvChatTemplateKwargs`, `kvAddBos` and `kvEngineRender`.
+    /// `kvChatTemplateKwargs`, `kvAddBos`, `kvEngineRender` and `kvSendPromptIds`.
     pub prompts: PromptOptions,
     /// `kvAdapters`: adapters by the name that requests ask for; they win over what engines list.
     pub adapters: BTreeMap<String, Adapter>,
@@ -195,6 +198,8 @@ pub struct KvRule {
     pub min_match_tokens: u32,
     /// `kvLbMode`.
     pub blend: Blend,
+    /// `kvThroughput`, percent.
+    pub throughput: u32,
     /// `kvLoadPenalty`.
     pub load_penalty: u32,
     /// `kvCapSumMilli`; none = the fleet that the adaptive blends were tuned on.
@@ -257,6 +262,8 @@ pub struct RuleEndpoint {
     pub role: Role,
     /// `nixl_port`: used by P/D rules alone.
     pub nixl_port: u16,
+    /// `nixl_engine_id`: used by P/D rules with `pdNixlPush` alone; empty = not said.
+    pub nixl_engine_id: String,
     /// Where its cache events come from; none for rules without KV-exact routing, for decode endpoints, and for
     /// TensorRT-LLM endpoints that do not push theirs.
     pub events: Option<EventSource>,
@@ -319,5 +326,7 @@ pub enum EventPlace {
     Bind(SocketAddr),
 }
 
+#[cfg(test)]
+mod pools_tests;
 #[cfg(test)]
 mod tests;

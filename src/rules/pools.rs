@@ -7,6 +7,7 @@ use shards::service::{Disagg, Engine, PrefixHashing, Select, SessionSource, Sess
 use crate::fields::{Fields, Report};
 
 use super::check::Facts;
+use super::{KvDefaults, legs};
 
 /// `pd_session_ttl_sec` of P/D rules that do not say, seconds.
 const PD_SESSION_TTL: u64 = 300;
@@ -103,17 +104,14 @@ pub(super) fn read_sessions(
 fn read_source(fields: &mut Fields<'_>, report: &mut Report) -> Option<SessionSource> {
     const NAME: &str = "session_header_name";
     let text = fields.text_set(report, NAME)?;
-    let (kind, name) = match text.split_once(':') {
-        Some((kind, name)) => (kind, name),
-        None => ("", text),
-    };
+    let (kind, name) = text.split_once(':').map_or((None, text), |(kind, name)| (Some(kind), name));
     let is_token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(&byte);
     let right = !name.is_empty() && name.len() <= NAME_BYTES_MAX && name.bytes().all(is_token);
     match kind {
-        "" if text == "basic-auth" => Some(SessionSource::BasicAuth),
-        "" if right => Some(SessionSource::Header(name.to_ascii_lowercase().into())),
-        "cookie" if right => Some(SessionSource::Cookie(name.into())),
-        "query" if right => Some(SessionSource::Query(name.into())),
+        None if text == "basic-auth" => Some(SessionSource::BasicAuth),
+        None if right => Some(SessionSource::Header(name.to_ascii_lowercase().into())),
+        Some("cookie") if right => Some(SessionSource::Cookie(name.into())),
+        Some("query") if right => Some(SessionSource::Query(name.into())),
         _ => {
             let message = format!(
                 "{text:?} is none of a header's name, \"cookie:NAME\", \"query:NAME\" and \"basic-auth\", the name of \
@@ -140,7 +138,9 @@ pub(super) fn read_disagg(
     report: &mut Report,
     facts: &Facts,
     engine: Engine,
+    defaults: &KvDefaults,
 ) -> Option<Disagg> {
+    let legs = legs::read(fields, report, facts, engine);
     // 0 means the default, as the reference has it.
     let some = |value: Option<i64>, default: i64| value.filter(|value| *value != 0).unwrap_or(default);
     let threshold = fields.int_in(report, "pd_cache_threshold", 0..=100);
@@ -159,6 +159,10 @@ pub(super) fn read_disagg(
         cache_threshold: some(threshold, CACHE_THRESHOLD) as u8,
         balance_threshold: some(balance, BALANCE_THRESHOLD) as u8,
         bootstrap_port,
+        push: legs.push,
+        auth_key: legs.auth_key,
+        prefill_floor: defaults.pd.prefill_floor,
+        ladder: defaults.pd.ladder,
     })
 }
 

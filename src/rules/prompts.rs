@@ -21,6 +21,8 @@ pub struct PromptOptions {
     pub add_bos: Option<bool>,
     /// `kvEngineRender`: how engines are asked for the ids of chats that they render in code; none = they are not.
     pub engine_render: Option<EngineRender>,
+    /// `kvSendPromptIds`: chats are sent on with the ids of their prompts, so that the engine need not make them again.
+    pub send_ids: bool,
 }
 
 pub(super) fn read(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) -> PromptOptions {
@@ -28,6 +30,7 @@ pub(super) fn read(fields: &mut Fields<'_>, report: &mut Report, engine: Engine)
         template_kwargs: read_kwargs(fields, report),
         add_bos: fields.flag(report, "kvAddBos"),
         engine_render: read_engine_render(fields, report, engine),
+        send_ids: fields.flag(report, "kvSendPromptIds").unwrap_or(false),
     }
 }
 
@@ -169,6 +172,14 @@ mod tests {
     fn a_bos_token_is_said_to_be_there_or_not() {
         assert_eq!(options("").0.add_bos, None);
         assert_eq!(options("kvAddBos = false").0.add_bos, Some(false));
+    }
+
+    #[test]
+    fn ids_are_sent_only_where_the_rule_says_so() {
+        for (toml, expected) in [("", false), ("kvSendPromptIds = false", false), ("kvSendPromptIds = true", true)] {
+            let (options, problems) = options(toml);
+            assert_eq!((options.send_ids, problems), (expected, Vec::new()), "{toml}");
+        }
     }
 
     #[test]

@@ -70,6 +70,9 @@ fn show_service(rule: &Rule, id: ServiceId) -> Value {
     }
     if let Some(pd) = &rule.pd {
         show_disagg(pd, rule.engine, &mut put);
+        if let Some(path) = &rule.pd_auth_key_file {
+            put("pdAuthKeyFile", json!(path));
+        }
     }
     let mode = match (&rule.kv, &rule.pd) {
         (None, _) => 0,
@@ -127,6 +130,9 @@ fn show_disagg(pd: &Disagg, engine: Engine, put: &mut impl FnMut(&str, Value)) {
     if engine == Engine::Sglang {
         put("pdBootstrapPort", json!(pd.bootstrap_port));
     }
+    if pd.push {
+        put("pdNixlPush", json!(true));
+    }
 }
 
 fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
@@ -154,11 +160,15 @@ fn show_kv(engine: Engine, kv: &KvRule, put: &mut impl FnMut(&str, Value)) {
     if let Some(way) = kv.prompts.engine_render {
         put("kvEngineRender", json!(way.name()));
     }
+    if kv.prompts.send_ids {
+        put("kvSendPromptIds", json!(true));
+    }
     if !kv.adapters.is_empty() {
         put("kvAdapters", super::adapters::show(&kv.adapters));
     }
     put("kvMinMatchTokens", json!(kv.min_match_tokens));
     put("kvLbMode", json!(kv.blend.name()));
+    put("kvThroughput", json!(kv.throughput));
     put("kvLoadPenalty", json!(kv.load_penalty));
     if let Some(sum) = kv.capacity_sum_milli {
         put("kvCapSumMilli", json!(sum));
@@ -189,6 +199,9 @@ fn show_endpoint(endpoint: &RuleEndpoint, up: bool) -> Value {
     let map = value.as_object_mut().expect("the literal above is an object");
     if endpoint.backup {
         map.insert("backup".to_owned(), json!(true));
+    }
+    if !endpoint.nixl_engine_id.is_empty() {
+        map.insert("nixl_engine_id".to_owned(), json!(endpoint.nixl_engine_id));
     }
     if endpoint.nixl_port != 0 {
         map.insert("nixl_port".to_owned(), json!(endpoint.nixl_port));

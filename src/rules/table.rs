@@ -47,10 +47,14 @@ pub enum Kind {
 enum Base {
     /// Plain load balancing.
     Plain,
+    /// Plain load balancing by the prompt's beginning.
+    Hashed,
     /// A single pool of vLLM engines, routed by KV cache.
     Kv,
     /// Prefill and decode pools of vLLM engines.
     Pd,
+    /// The same, with a tree of the texts that were sent.
+    PdAware,
     /// Prefill and decode pools of SGLang engines.
     PdSglang,
     /// A single pool of TensorRT-LLM engines.
@@ -101,7 +105,7 @@ const fn plain(
     of(Base::Plain, name, kind, default, sample, says)
 }
 
-use Base::{Kv, Pd, PdSglang, Trtllm};
+use Base::{Hashed, Kv, Pd, PdAware, PdSglang, Trtllm};
 use Kind::{Flag, Int, List, Object, OneOf, Text};
 
 const PORT: Kind = Int(0, 65_535);
@@ -171,17 +175,24 @@ pub const SERVICE: &[Member] = &[
     plain("backend_keepalive_interval_sec", I32, "0", "60", "Keep-alive towards engines"),
     plain("cb_enable", Flag, "false", "true", "Circuit breaker"),
     plain("session_header_name", Text, "", "\"X-Session\"", "Where a request names its session"),
-    plain("chwbl_prefix_hash_level", Int(1, 3), "1", "2", "How much of a prompt sel 8 to 10 look at"),
-    plain("chwbl_prefix_hash_flags", Int(0, 255), "0", "1", "What else of a request they look at"),
-    plain("chwbl_mean_load_factor", Int(100, 300), "125", "150", "Load bound of sel 8, percent"),
-    plain("chwbl_replication", Int(1, 1024), "100", "64", "Points per endpoint on the ring of sel 8"),
+    of(Hashed, "chwbl_prefix_hash_level", Int(1, 3), "1", "2", "How much of a prompt sel 8 to 10 look at"),
+    of(Hashed, "chwbl_prefix_hash_flags", Int(0, 255), "0", "1", "What else of a request they look at"),
+    of(Hashed, "chwbl_mean_load_factor", Int(100, 300), "125", "150", "Load bound of sel 8, percent"),
+    of(Hashed, "chwbl_replication", Int(1, 1024), "100", "64", "Points per endpoint on the ring of sel 8"),
     plain("chwbl_enable_cache_salt", Flag, "false", "true", "Whether salts are told apart"),
     of(Pd, "pd_disagg_mode", Flag, "false", "true", "Prefill and decode pools"),
     of(Pd, "pd_cache_aware_mode", Flag, "false", "true", "Remember which prefill endpoint saw which text"),
     of(Pd, "pd_session_ttl_sec", I32, "300", "60", "Seconds that a conversation stays with its endpoints"),
-    of(Pd, "pd_session_max", Int(1, 1_000_000), "4096", "128", "Conversations that are remembered"),
-    of(Pd, "pd_cache_threshold", Int(0, 100), "20", "50", "Part of a prompt that must match, percent"),
-    of(Pd, "pd_balance_abs_threshold", Int(0, 255), "3", "5", "Difference in load beyond which a match is passed over"),
+    of(Pd, "pd_session_max", Int(1, 1_048_576), "65536", "128", "Conversations that are remembered"),
+    of(PdAware, "pd_cache_threshold", Int(0, 100), "20", "50", "Part of a prompt that must match, percent"),
+    of(
+        PdAware,
+        "pd_balance_abs_threshold",
+        Int(0, 255),
+        "3",
+        "5",
+        "Difference in load beyond which a match is passed over",
+    ),
     of(PdSglang, "pdBootstrapPort", PORT, "8998", "8999", "Port at which SGLang's prefill engines meet decode engines"),
     of(Kv, "kvExactMode", Int(0, 3), "0", "3", "Route by KV cache: 1 with P/D pools, 3 with one pool"),
     of(Kv, "kvBlockSize", Int(1, 65_536), "16", "32", "Tokens per block"),
@@ -235,6 +246,11 @@ pub const SERVICE: &[Member] = &[
         "\"soft\"",
         "How load is blended in: off, hard, soft, adaptive, adaptive-soft, ttft",
     ),
+    plain("routeHeader", Flag, "false", "true", "Answers name the endpoint and why it was chosen"),
+    plain("scrapeMetrics", Flag, "false", "true", "Read the engines' own metrics"),
+    of(Pd, "pd_trie_nodes_max", Int(64, 65_536), "32768", "1024", "Places of the tree of texts"),
+    of(Kv, "kvThroughput", Int(0, 1000), "200", "100", "Weight of an engine's speed in mode ttft, percent"),
+    of(Kv, "kvClaimMs", U32, "2000", "500", "How long what a request will have stored counts ahead; 0 = not at all"),
     of(Kv, "kvLoadPenalty", Int(1, 100_000), "32", "64", "Weight of load in soft modes"),
     of(Kv, "kvCapSumMilli", U32, "15284310", "10000000", "Reference capacity of adaptive modes"),
     of(Kv, "kvZeroHitN", Int(1, 1_000_000), "50", "100", "Repeated prompts without a hit that are worth a warning"),
@@ -360,15 +376,17 @@ fn sample_body(member: &Member, of_endpoint: bool) -> Value {
     let engine = |name: &str| json!({"kvExactMode": 3, "kvEngineType": name});
     let more = match member.base {
         Base::Plain => json!({}),
+        Hashed => json!({"sel": 8}),
         Kv => engine("vllm"),
         Trtllm => engine("trtllm"),
         Pd => json!({"pd_disagg_mode": true, "kvExactMode": 1}),
+        PdAware => json!({"pd_disagg_mode": true, "kvExactMode": 1, "pd_cache_aware_mode": true}),
         PdSglang => json!({"pd_disagg_mode": true, "kvExactMode": 1, "kvEngineType": "sglang"}),
     };
     for (name, value) in more.as_object().into_iter().flatten() {
         service[name] = value.clone();
     }
-    let pd = matches!(member.base, Pd | PdSglang);
+    let pd = matches!(member.base, Pd | PdAware | PdSglang);
     let mut endpoints: Vec<Value> =
         (1..=2).map(|number| json!({"endpointIP": format!("10.0.0.{number}"), "targetPort": 8000})).collect();
     if pd {

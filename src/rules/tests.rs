@@ -5,7 +5,7 @@ use super::*;
 use crate::fields::{Fields, Kind, Problem, Report, from_json, from_toml};
 
 /// A single-pool rule that is right, with members of `serviceArguments` replaced or added.
-fn body(changes: Value, endpoints: Value) -> Value {
+pub(super) fn body(changes: Value, endpoints: Value) -> Value {
     let mut service = json!({"externalIP": "127.0.0.1", "port": 8080, "protocol": "tcp", "sel": 0, "mode": 4,
         "kvExactMode": 3, "kvBlockSize": 16, "kvHashAlgo": "sha256_cbor", "kvZmqPort": 5557});
     for (name, value) in changes.as_object().expect("changes are an object") {
@@ -14,21 +14,21 @@ fn body(changes: Value, endpoints: Value) -> Value {
     json!({"serviceArguments": service, "endpoints": endpoints})
 }
 
-fn two() -> Value {
+pub(super) fn two() -> Value {
     json!([{"endpointIP": "10.0.0.1", "targetPort": 8000, "weight": 1},
            {"endpointIP": "10.0.0.2", "targetPort": 8000, "weight": 1}])
 }
 
-fn request(body: &Value) -> Result<(Rule, Vec<Problem>), Vec<Problem>> {
+pub(super) fn request(body: &Value) -> Result<(Rule, Vec<Problem>), Vec<Problem>> {
     check_request(&from_json(body.to_string().as_bytes()).expect("JSON"), &KvDefaults::default())
 }
 
-fn accepted(body: &Value) -> Rule {
+pub(super) fn accepted(body: &Value) -> Rule {
     request(body).unwrap_or_else(|problems| panic!("refused: {problems:?}")).0
 }
 
 #[track_caller]
-fn refused(body: &Value, kind: Kind, expected: &str) {
+pub(super) fn refused(body: &Value, kind: Kind, expected: &str) {
     let problems = request(body).expect_err("the rule must be refused");
     let texts: Vec<String> = problems.iter().map(ToString::to_string).collect();
     assert!(
@@ -540,6 +540,7 @@ fn llamacpp_is_balanced_and_nothing_else() {
         ("pdBootstrapPort", json!(8998)),
         ("pd_cache_threshold", json!(5)),
         ("kvLbMode", json!("hard")),
+        ("kvThroughput", json!(200)),
         ("kvLoadPenalty", json!(32)),
         ("kvZeroHitN", json!(50)),
         ("kvClaimMs", json!(2_000)),

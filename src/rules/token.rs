@@ -54,7 +54,8 @@ impl EngineToken {
         Ok(true)
     }
 
-    fn token(&self) -> Arc<str> {
+    /// The token itself.
+    pub(super) fn token(&self) -> Arc<str> {
         Arc::clone(&self.token.read().unwrap_or_else(PoisonError::into_inner))
     }
 }

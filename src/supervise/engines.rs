@@ -128,6 +128,7 @@ async fn ask_all(control: &Control, targets: Vec<Target>) {
         if before != found.access {
             tell(&target, &found.access);
         }
+        target.shared.set_takes_ids(found.facts.takes_ids(target.engine));
         let conveys = found.facts.conveys_rank(target.engine);
         if target.shared.set_conveys_rank(conveys) {
             let (service_id, ep_idx, endpoint) = (target.key.0.0, target.key.1.0, target.address);

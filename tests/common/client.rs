@@ -47,6 +47,11 @@ impl Connection {
         Ok(Connection { reader: BufReader::new(stream) })
     }
 
+    /// What comes next, byte by byte.
+    pub fn reader(&mut self) -> &mut impl Read {
+        &mut self.reader
+    }
+
     /// The socket below.
     pub fn stream(&self) -> &TcpStream {
         self.reader.get_ref()

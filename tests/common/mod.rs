@@ -6,6 +6,7 @@ pub mod client;
 pub mod engines;
 pub mod fleet;
 pub mod gateway;
+pub mod pd;
 pub mod schema;
 pub mod seccomp;
 

@@ -54,6 +54,11 @@ impl Cache {
         Cache { capacity, used: 0, idle: 0, slots: vec![slot; segments], oldest: NONE, newest: NONE }
     }
 
+    /// Blocks held, being computed or set aside for answers.
+    pub fn used(&self) -> u64 {
+        self.used
+    }
+
     /// Blocks of the path that are held from its beginning on.
     pub fn matched(&self, prefixes: &Prefixes, path: &[Segment]) -> u32 {
         matched(prefixes, path, |segment| self.slots[segment.index()].held)

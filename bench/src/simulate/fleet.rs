@@ -26,6 +26,10 @@ use crate::ingest::fleet::Rng;
 pub const SHARD: ShardId = ShardId(0);
 /// Service times differ by so much, each way.
 const NOISE: f64 = 0.2;
+/// How long a dispatch counts for what it will have stored.
+const CLAIM_SECONDS: f64 = 2.0;
+/// Seconds after which it is looked again whether a worker can restart.
+const RESTART_RETRY: f64 = 1.0;
 /// Work of a prompt beyond its tokens.
 const WORK_PER_REQUEST: f64 = 32.0;
 
@@ -36,7 +40,7 @@ pub enum Incident {
     Speed { worker: usize, factor: f64 },
     /// The worker gets no requests from now on.
     Down(usize),
-    /// It is back, with an empty cache.
+    /// It is back, with an empty cache: as soon as the last of its answers has ended.
     Restarted(usize),
 }
 
@@ -52,8 +56,10 @@ pub struct Setup {
     /// Seconds by which events come late, at least and at most.
     pub delay: (f64, f64),
     /// What is done to the fleet, by time from the start of the replay.
-    pub changes: Vec<(f64, Incident)>,
+    pub incidents: Vec<(f64, Incident)>,
     pub seed: u64,
+    /// What work costs later requests, in `ttft`, percent.
+    pub throughput: u32,
 }
 
 /// What the gateway knows of one worker's cache.
@@ -85,8 +91,14 @@ impl View {
         })
     }
 
-    fn claim(&mut self, path: &[Segment], until: f64) {
-        path.iter().for_each(|segment| self.claimed[segment.index()] = until as f32);
+    /// Claims the path for a while; what is claimed already is so no longer.
+    fn claim(&mut self, path: &[Segment], now: f64) {
+        for segment in path {
+            let until = &mut self.claimed[segment.index()];
+            if f64::from(*until) <= now {
+                *until = (now + CLAIM_SECONDS) as f32;
+            }
+        }
     }
 
     /// Takes note of the events that have come by now.
@@ -141,7 +153,7 @@ pub struct Served {
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub served: Vec<Served>,
-    /// Part of the time until the last arrival that engines computed prompts.
+    /// Part of the second half of the time that engines computed prompts.
     pub busy: f64,
     pub spills: u64,
     pub seeds: u64,
@@ -170,49 +182,56 @@ pub struct Fleet<'a> {
     pub views: Vec<View>,
     flights: Vec<Option<Flight>>,
     agenda: BinaryHeap<Reverse<(u64, usize, u32)>>,
+    /// Of the delays of events.
     rng: Rng,
+    /// Of service noise: in the order of requests, so that it is the same under every policy.
+    noise: Rng,
     outcome: Outcome,
-    changed: Vec<Change>, pub lessons: Vec<(usize, FirstByte, f64)>,
+    changed: Vec<Change>,
 }
 
 /// Runs the trace.
-pub fn run(trace: &Trace, setup: &Setup, policy: &mut Policy) -> Outcome {
+pub fn run(trace: &Trace, setup: &Setup, policy: &mut Policy<'_>) -> Outcome {
     let mut fleet = Fleet::new(trace, setup, policy);
-    let mut changes: VecDeque<_> = setup.changes.iter().copied().collect();
-    let (mut before, mut busy_before) = (0.0, 0.0);
-    for number in 0..trace.requests.len() {
-        let now = trace.requests[number].at / setup.pace;
-        while let Some((at, change)) = changes.pop_front_if(|(at, _)| *at <= now) {
+    let mut incidents: VecDeque<_> = setup.incidents.iter().copied().collect();
+    let half = trace.duration() / setup.pace / 2.0;
+    let mut busy_before = None;
+    for (number, request) in trace.requests.iter().enumerate() {
+        let now = request.at / setup.pace;
+        while let Some((at, incident)) = incidents.pop_front_if(|(at, _)| *at <= now) {
             fleet.run_until(at);
-            fleet.carry_out(at, change);
+            if !fleet.carry_out(at, incident) {
+                incidents.push_front((at + RESTART_RETRY, incident));
+            }
         }
-        if before < trace.duration() / setup.pace / 2.0 { busy_before = fleet.busy(); }
-        before = now;
+        if now >= half && busy_before.is_none() {
+            busy_before = Some(fleet.busy());
+        }
         fleet.run_until(now);
         fleet.views.iter_mut().for_each(|view| view.hear(now));
         for (view, endpoint) in fleet.views.iter().zip(&fleet.service.endpoints) {
             endpoint.shared.kv_blocks.store(view.blocks, Ordering::Relaxed);
         }
-        for (w, l, t) in std::mem::take(&mut fleet.lessons) { policy.learn(w, l, t) } let choice = policy.choose(&fleet, number, now);
+        let choice = policy.choose(&fleet, number, now);
         fleet.dispatch(number, now, choice);
     }
-    let half = trace.duration() / setup.pace / 2.0;
-    fleet.outcome.busy = (fleet.busy() - busy_before) / (half.max(1e-9) * setup.workers as f64);
+    fleet.outcome.busy = (fleet.busy() - busy_before.unwrap_or(0.0)) / (half.max(1e-9) * setup.workers as f64);
     fleet.run_until(f64::INFINITY);
     debug_assert!(fleet.flights.iter().all(Option::is_none), "every request has ended");
     fleet.outcome
 }
 
 impl<'a> Fleet<'a> {
-    fn new(trace: &'a Trace, setup: &'a Setup, policy: &Policy) -> Self {
+    fn new(trace: &'a Trace, setup: &'a Setup, policy: &Policy<'_>) -> Self {
         let segments = trace.prefixes.len();
         let pooled = policy.pools_caches();
-        let (caches, blocks) = if pooled { (1, setup.cache_blocks * setup.workers as u64) } else { (setup.workers, setup.cache_blocks) };
+        let (caches, blocks) =
+            if pooled { (1, setup.cache_blocks * setup.workers as u64) } else { (setup.workers, setup.cache_blocks) };
         let worker = Worker { engine: Engine::new(setup.speed), work_in_line: 0.0, version: 0 };
         Fleet {
             trace,
             setup,
-            service: policy.service(setup.workers as u16, trace.block_tokens),
+            service: policy.service(setup, trace.block_tokens),
             loads: Arc::new(LoadTable::new(1, setup.workers)),
             workers: vec![worker; setup.workers],
             caches: vec![Cache::new(blocks, segments); caches],
@@ -220,8 +239,9 @@ impl<'a> Fleet<'a> {
             flights: trace.requests.iter().map(|_| None).collect(),
             agenda: BinaryHeap::new(),
             rng: Rng::new(setup.seed),
+            noise: Rng::new(setup.seed ^ 0x0157),
             outcome: Outcome { served: vec![Served::default(); trace.requests.len()], busy: 0.0, spills: 0, seeds: 0 },
-            changed: Vec::new(), lessons: Vec::new(),
+            changed: Vec::new(),
         }
     }
 
@@ -241,20 +261,16 @@ impl<'a> Fleet<'a> {
     fn dispatch(&mut self, number: usize, now: f64, choice: Choice) {
         let (request, path) = (&self.trace.requests[number], self.trace.path(number));
         let worker = choice.worker;
-        let uncached = u64::from(request.tokens).saturating_sub(choice.hit_tokens);
-        let noise = 1.0 + NOISE * (2.0 * unit(&mut self.rng) - 1.0);
+        let uncached = u64::from(request.tokens).saturating_sub(choice.hit_tokens + choice.claimed_tokens);
+        let noise = 1.0 + NOISE * (2.0 * unit(&mut self.noise) - 1.0);
         let hit = self.cache_of(worker).matched(&self.trace.prefixes, path) * self.trace.block_tokens;
         let work = self.work(number, hit.min(request.tokens - 1), noise);
         let reservation = self.loads.reserve(SHARD, self.service.endpoints[worker].shared.slot, uncached);
         let taken = Taken { hit_blocks: 0, own_blocks: 0 };
         self.flights[number] = Some(Flight { reservation, uncached, taken, first_token_at: now, noise, work });
-        self.views[worker].claim(path, now + CLAIM_SECONDS);
-        self.outcome.served[number] = Served {
-            at: now,
-            worker: worker as u16,
-            predicted_tokens: choice.hit_tokens as u32,
-            ..Served::default()
-        };
+        self.views[worker].claim(path, now);
+        self.outcome.served[number] =
+            Served { at: now, worker: worker as u16, predicted_tokens: choice.hit_tokens as u32, ..Served::default() };
         self.outcome.spills += u64::from(choice.spilled);
         self.outcome.seeds += u64::from(choice.seeded);
         let at = &mut self.workers[worker];
@@ -314,7 +330,7 @@ impl<'a> Fleet<'a> {
             flight.reservation.first_byte();
             let elapsed = Duration::from_secs_f64(served.first_token);
             let answer = FirstByte { uncached_tokens: flight.uncached, ahead: flight.reservation.ahead(), elapsed };
-            self.service.endpoints[worker].shared.rates.learn(answer); self.lessons.push((worker, answer, now));
+            self.service.shared.rates.learn(&self.service.endpoints[worker].shared.slowness, &answer);
         }
     }
 
@@ -367,8 +383,9 @@ impl<'a> Fleet<'a> {
         }
     }
 
-    fn carry_out(&mut self, now: f64, change: Incident) {
-        match change {
+    /// False if it has to wait.
+    fn carry_out(&mut self, now: f64, incident: Incident) -> bool {
+        match incident {
             Incident::Speed { worker, factor } => {
                 self.workers[worker].engine.advance(now);
                 self.workers[worker].engine.factor = factor;
@@ -376,14 +393,14 @@ impl<'a> Fleet<'a> {
             }
             Incident::Down(worker) => _ = self.service.endpoints[worker].shared.mark_down(),
             Incident::Restarted(worker) => {
-                assert_eq!(self.workers[worker].engine.requests(), 0, "a worker restarts when it has nothing to do");
+                if self.workers[worker].engine.requests() > 0 {
+                    return false;
+                }
                 self.caches[worker].clear();
                 self.views[worker].tell(now, std::iter::once(None));
                 self.service.endpoints[worker].shared.mark_up();
             }
         }
+        true
     }
 }
-
-/// How long a dispatch counts for what it will have stored.
-const CLAIM_SECONDS: f64 = 2.0;

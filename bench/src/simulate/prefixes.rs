@@ -145,7 +145,8 @@ mod tests {
     fn prompts_share_the_segments_that_they_have_in_common_and_no_others() {
         let prompts: [&[u64]; 5] = [&[1, 2, 3, 4], &[1, 2], &[1, 2, 3, 9, 9], &[7, 2], &[]];
         let prefixes = Prefixes::new(prompts.into_iter());
-        let lengths = |prompt| prefixes.path(prompt).iter().map(|segment| prefixes.blocks(*segment)).collect::<Vec<_>>();
+        let lengths =
+            |prompt| prefixes.path(prompt).iter().map(|segment| prefixes.blocks(*segment)).collect::<Vec<_>>();
         assert_eq!(lengths(0), [2, 1, 1]);
         assert_eq!(lengths(1), [2]);
         assert_eq!(lengths(2), [2, 1, 2]);

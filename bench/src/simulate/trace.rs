@@ -53,13 +53,13 @@ pub struct Trace {
 }
 
 /// A request with its blocks.
-struct Raw {
-    request: Request,
-    blocks: Vec<u64>,
+pub struct Raw {
+    pub request: Request,
+    pub blocks: Vec<u64>,
 }
 
 impl Trace {
-    fn new(name: &str, block_tokens: u32, mut raw: Vec<Raw>) -> anyhow::Result<Trace> {
+    pub fn new(name: &str, block_tokens: u32, mut raw: Vec<Raw>) -> anyhow::Result<Trace> {
         ensure!(!raw.is_empty(), "the trace has no requests");
         let prefixes = Prefixes::new(raw.iter().map(|raw| raw.blocks.as_slice()));
         raw.iter_mut().enumerate().for_each(|(prompt, raw)| raw.request.prompt = prompt);
@@ -109,7 +109,7 @@ pub fn read(path: &Path, copies: u32, seed: u64) -> anyhow::Result<Trace> {
     trace.with_context(|| format!("{}", path.display()))
 }
 
-fn lines(path: &Path) -> std::io::Result<Vec<String>> {
+pub fn lines(path: &Path) -> std::io::Result<Vec<String>> {
     let file = File::open(path)?;
     let reader: Box<dyn Read> = if path.extension().is_some_and(|extension| extension == "gz") {
         Box::new(flate2::read::MultiGzDecoder::new(file))
@@ -119,13 +119,13 @@ fn lines(path: &Path) -> std::io::Result<Vec<String>> {
     BufReader::new(reader).lines().filter(|line| line.as_ref().map_or(true, |line| !line.trim().is_empty())).collect()
 }
 
-fn number(value: &Value, field: &str) -> anyhow::Result<u64> {
+pub fn number(value: &Value, field: &str) -> anyhow::Result<u64> {
     let number = value[field].as_u64().with_context(|| format!("no number `{field}`"))?;
     ensure!(number <= TOKENS_MAX || field == "timestamp", "`{field}` is {number}, more than {TOKENS_MAX}");
     Ok(number)
 }
 
-fn each(lines: &[String]) -> anyhow::Result<Vec<Value>> {
+pub fn each(lines: &[String]) -> anyhow::Result<Vec<Value>> {
     ensure!(lines.len() <= REQUESTS_MAX, "more than {REQUESTS_MAX} lines");
     let parse = |(n, line): (usize, &String)| serde_json::from_str(line).with_context(|| format!("line {}", n + 1));
     lines.iter().enumerate().map(parse).collect()
@@ -139,8 +139,13 @@ fn mooncake(name: &str, lines: &[String]) -> anyhow::Result<Trace> {
         let request = || -> anyhow::Result<Raw> {
             let tokens = number(row, "input_length")?.max(1) as u32;
             let ids = row["hash_ids"].as_array().context("no list `hash_ids`")?;
-            let ids: Vec<u64> = ids.iter().map(|id| id.as_u64().context("`hash_ids`: not a number")).collect::<Result<_, _>>()?;
-            ensure!(ids.len() as u32 == tokens.div_ceil(MOONCAKE_BLOCK_TOKENS), "{} hash_ids for {tokens} tokens", ids.len());
+            let ids: Vec<u64> =
+                ids.iter().map(|id| id.as_u64().context("`hash_ids`: not a number")).collect::<Result<_, _>>()?;
+            ensure!(
+                ids.len() as u32 == tokens.div_ceil(MOONCAKE_BLOCK_TOKENS),
+                "{} hash_ids for {tokens} tokens",
+                ids.len()
+            );
             let full = (tokens / MOONCAKE_BLOCK_TOKENS) as usize;
             let request = Request {
                 at: number(row, "timestamp")? as f64 / 1e3,
@@ -209,7 +214,10 @@ fn session_requests(session: &Value, number_of: u64, start: f64, base: u64, bloc
             blocks.extend((0..count).map(|place| base + first + place));
         }
         ensure!(blocks.len() as u32 == tokens / block, "{} blocks for {tokens} tokens of {block}", blocks.len());
-        raw.push(Raw { request: Request { at, session: number_of, tokens, answer: number(row, "out")? as u32, prompt: 0 }, blocks });
+        raw.push(Raw {
+            request: Request { at, session: number_of, tokens, answer: number(row, "out")? as u32, prompt: 0 },
+            blocks,
+        });
     }
     Ok(raw)
 }
@@ -294,7 +302,11 @@ mod tests {
 
     #[test]
     fn azures_prompts_share_nothing() {
-        let rows = lines(&["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.50,130,10", "2023-11-16 18:18:04.25,64,8"]);
+        let rows = lines(&[
+            "TIMESTAMP,ContextTokens,GeneratedTokens",
+            "2023-11-16 18:17:03.50,130,10",
+            "2023-11-16 18:18:04.25,64,8",
+        ]);
         let trace = azure("z", &rows).unwrap();
         assert_eq!((trace.requests[1].at, trace.requests[1].answer, trace.working_set_blocks()), (60.75, 8, 3));
         let error = azure("z", &lines(&["TIMESTAMP", "2023-11-16 18:17:03.50,x,10"])).unwrap_err();

@@ -39,7 +39,7 @@ fn request(step: &Value, model: &Value, id: u64) -> Option<Request> {
     let salt = body["cache_salt"].as_str().map(str::to_owned);
     let namespace = Arc::new(Namespace { salt, ..Namespace::default() });
     let (prompt, answer) = (ids("prompt_token_ids")?, ids("output_token_ids")?);
-    (own && !session).then_some(Request { id: RequestId(id), prompt, answer, namespace })
+    (own && !session).then_some(Request { id: RequestId(id), prompt, answer, namespace, transferred: false })
 }
 
 /// Follows a recording; how many payloads were equal.

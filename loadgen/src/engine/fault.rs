@@ -26,6 +26,66 @@ pub enum Health {
     Failing,
 }
 
+/// Where in a request something goes wrong.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Its body is read, nothing is done yet.
+    #[default]
+    Arrival,
+    /// The prompt is computed, nothing of an answer is written.
+    Computing,
+    /// Some of the answer is written.
+    Answering,
+}
+
+/// What goes wrong with a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Action {
+    /// It is answered with the status; once its answer is begun, this is [`Action::Die`].
+    Status,
+    /// Nothing more happens until the client leaves.
+    Hang,
+    /// The connection breaks.
+    Die,
+    /// The answer ends in good order before its end.
+    End,
+    /// It pauses for `ms`; while it is answered, before every piece.
+    Slow,
+}
+
+/// A fault of requests for answers, by `{"fault": "leg", "value": {"action": …, "phase": …}}`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LegFault {
+    /// What.
+    pub action: Action,
+    /// When.
+    #[serde(default)]
+    pub phase: Phase,
+    /// The status of [`Action::Status`].
+    #[serde(default = "internal_error")]
+    pub status: u16,
+    /// The pause of [`Action::Slow`].
+    #[serde(default)]
+    pub ms: u64,
+    /// Pieces of the answer that are written before it goes wrong, in [`Phase::Answering`].
+    #[serde(default = "one")]
+    pub after: u64,
+    /// How many requests suffer it; 0 for all.
+    #[serde(default)]
+    pub times: u64,
+}
+
+fn internal_error() -> u16 {
+    500
+}
+
+fn one() -> u64 {
+    1
+}
+
 /// One thing that goes wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
@@ -89,6 +149,8 @@ pub enum Fault {
     SecondDrainer(bool),
     /// The health check stalls or fails.
     Health(Health),
+    /// Requests for answers go wrong; none: no longer.
+    Leg(Option<LegFault>),
 }
 
 /// A fault as it is written.
@@ -149,10 +211,15 @@ impl Order {
                 1 => Health::Stalled,
                 _ => Health::Failing,
             }),
+            "leg" if self.value.is_null() => Fault::Leg(None),
+            "leg" => {
+                let fault = serde_json::from_value(self.value.clone());
+                Fault::Leg(Some(fault.map_err(|error| self.wrong(&format!("an object with an action ({error})")))?))
+            }
             other => {
                 return Err(format!(
                     "no fault `{other}`; there are drop, restart, clear, silence, malformed, phantom_clear, huge, \
-                     block_size, seed, algorithm, template, model, second_drainer, health"
+                     block_size, seed, algorithm, template, model, second_drainer, health, leg"
                 ));
             }
         })

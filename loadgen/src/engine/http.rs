@@ -4,6 +4,7 @@ use std::io;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes, to_bytes};
@@ -14,16 +15,19 @@ use axum::routing::{get, post};
 use axum::serve::ListenerExt;
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::{mpsc, oneshot};
 
 use super::api::{self, Call, Kind, Refusal};
+use super::dialect::{self, Form, Leg};
 use super::driver::Command;
-use super::fault::{Fault, Health};
+use super::fault::{Action, Fault, Health, LegFault, Phase};
+use super::legs::LegKind;
 use super::options::EngineKind;
-use super::reply::{Answer, InFlight};
-use super::scheduler;
+use super::reply::{Answer, InFlight, Place};
+use super::scheduler::{self, Output};
 use super::shared::{LastRequest, Shared};
-use super::{command, http_llamacpp, http_sglang, http_trtllm, http_vllm};
+use super::{command, disagg, http_llamacpp, http_sglang, http_trtllm, http_vllm, script};
 
 /// Bytes of a request body at most; more is answered 413.
 pub const BODY_BYTES_MAX: usize = 64 << 20;
@@ -45,6 +49,7 @@ pub fn router(shared: Arc<Shared>) -> Router {
         .route("/v1/chat/completions", post(|state: Engine, request| answer(state, request, Kind::Chat)))
         .route("/health", get(health))
         .route("/debug/last", get(debug_last))
+        .route("/debug/legs", get(|state: Engine| async move { Json(state.legs.show()) }))
         .route("/debug/stats", get(|state: Engine| async move { Json(state.stats()) }))
         .route("/debug/blocks", get(debug_blocks))
         .route("/debug/fault", post(debug_fault));
@@ -81,39 +86,194 @@ pub async fn answer(State(shared): Engine, request: Request, kind: Kind) -> Resp
     };
     shared.counters.bytes_in.fetch_add(body.len() as u64, Ordering::Relaxed);
     remember(&shared, &head, &body);
+    let id = head.headers.get("x-request-id").and_then(|id| id.to_str().ok());
+    let number = flight.arrived(id, &body);
     let options = shared.options();
-    let refuse = |flight, refusal: &Refusal| refuse(flight, refusal, options.kind);
-    let call = match api::parse(kind, &body, &options, &shared.text()) {
-        Ok(call) => call,
-        Err(refusal) => return refuse(flight, &refusal),
-    };
-    let rank = match choose_rank(&shared, &head.headers, &call) {
-        Ok(rank) => rank,
-        Err(refusal) => return refuse(flight, &refusal),
-    };
-    if !flight.reserve(call.prompts.len(), rank) {
-        let message = format!("the engine has {} requests; try another", options.max_requests);
-        return refuse(flight, &Refusal { status: StatusCode::SERVICE_UNAVAILABLE, message });
+    let fault = shared.take_leg_fault();
+    if let Some(status) = suffer(fault, Phase::Arrival, &mut flight).await {
+        return refuse(flight, &ordered(status), options.kind);
     }
+    match begin(&shared, &mut flight, &head, &body, kind, number).await {
+        Err(refusal) => refuse(flight, &refusal, options.kind),
+        Ok(Begun { call, leg, rank }) => {
+            if !flight.reserve(call.prompts.len(), rank) {
+                let message = format!("the engine has {} requests; try another", options.max_requests);
+                let refusal = Refusal { status: StatusCode::SERVICE_UNAVAILABLE, message };
+                return refuse(flight, &refusal, options.kind);
+            }
+            let tokens = schedule(&shared, &flight, &call, &leg, rank);
+            make(&shared, flight, call, leg, tokens, id, fault).await
+        }
+    }
+}
+
+/// A request that has been read and, if it is a decode leg, has what it goes on from.
+struct Begun {
+    call: Call,
+    leg: Leg,
+    rank: usize,
+}
+
+async fn begin(
+    shared: &Arc<Shared>,
+    flight: &mut InFlight,
+    head: &axum::http::request::Parts,
+    body: &[u8],
+    kind: Kind,
+    number: u64,
+) -> Result<Begun, Refusal> {
+    let options = shared.options();
+    let mut call = api::parse(kind, body, &options, &shared.text())?;
+    let violation = |refusal| {
+        shared.counters.pd_violations.fetch_add(1, Ordering::Relaxed);
+        refusal
+    };
+    let mut leg = dialect::read(&options, shared.plane.address, &head.headers, body, &call).map_err(violation)?;
+    let mut rank = choose_rank(shared, &head.headers, &call)?;
+    match &mut leg {
+        Leg::Plain => {}
+        Leg::Prefill(prefill) => {
+            if prefill.keys.is_empty() {
+                prefill.keys.push(format!("{}-{number:08x}", prefill.request_id.as_deref().unwrap_or("ctx")));
+            }
+            for key in &prefill.keys {
+                let begun = shared.plane.begin(key, prefill.request_id.clone());
+                begun.map_err(|error| violation(Refusal::bad_request(error)))?;
+            }
+            flight.describe(LegKind::Prefill, &prefill.keys);
+            if prefill.form == Form::Bootstrap {
+                let room: u64 = prefill.keys[0].parse().unwrap_or(0);
+                rank = (room % shared.ranks.len() as u64) as usize;
+            }
+            // It makes one token, whatever the client wants of the other leg.
+            for prompt in &mut call.prompts {
+                prompt.stops &= prompt.answer.len() == 1;
+                prompt.answer.truncate(1);
+            }
+        }
+        Leg::Decode(decode) => {
+            let keys: Vec<String> = decode.claims.iter().map(|claim| claim.key.clone()).collect();
+            flight.describe(LegKind::Decode, &keys);
+            for claim in &decode.claims {
+                let fetched = disagg::fetch(decode.at, claim).await;
+                fetched.map_err(|error| violation(dialect::broken(error)))?;
+                if decode.tells {
+                    disagg::tell_moved(decode.at, &claim.key).await.map_err(dialect::broken)?;
+                }
+            }
+        }
+    }
+    Ok(Begun { call, leg, rank })
+}
+
+/// Gives the prompts to the scheduler; their tokens come over what is returned.
+fn schedule(shared: &Shared, flight: &InFlight, call: &Call, leg: &Leg, rank: usize) -> UnboundedReceiver<Output> {
     let (sender, tokens) = mpsc::unbounded_channel();
     for (id, prompt) in flight.ids().iter().zip(&call.prompts) {
-        let (prompt, answer) = (prompt.tokens.clone(), prompt.answer.clone());
-        let request = scheduler::Request { id: *id, prompt, answer, namespace: Arc::clone(&call.namespace) };
+        let request = scheduler::Request {
+            id: *id,
+            prompt: prompt.tokens.clone(),
+            answer: prompt.answer.clone(),
+            namespace: Arc::clone(&call.namespace),
+            transferred: matches!(leg, Leg::Decode(_)),
+        };
         // Without a scheduler the engine is stopping, and this connection with it.
         let _ = shared.ranks[rank].commands.send(Command::Add(request, sender.clone()));
     }
-    drop(sender);
-    let stream = call.stream;
-    let id = head.headers.get("x-request-id").and_then(|id| id.to_str().ok());
-    let answer = Answer::new(flight, tokens, call, id);
-    if stream {
-        let body = Body::from_stream(answer.stream());
-        return ([(header::CONTENT_TYPE, "text/event-stream; charset=utf-8")], body).into_response();
+    tokens
+}
+
+/// Makes the answer.
+async fn make(
+    shared: &Shared,
+    mut flight: InFlight,
+    call: Call,
+    leg: Leg,
+    tokens: UnboundedReceiver<Output>,
+    id: Option<&str>,
+    fault: Option<LegFault>,
+) -> Response {
+    let options = shared.options();
+    let late = fault.filter(|fault| fault.phase == Phase::Computing);
+    if late.is_some() || matches!(leg, Leg::Prefill(_)) {
+        computed(&tokens, call.prompts.len()).await;
     }
-    match answer.whole().await {
-        Some(body) => ([(header::CONTENT_TYPE, "application/json")], body).into_response(),
-        None => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+    if let Some(status) = suffer(late, Phase::Computing, &mut flight).await {
+        return refuse(flight, &ordered(status), options.kind);
     }
+    let first = call.prompts[0].answer.first().copied().unwrap_or(0);
+    let (stream, prompt) = (call.stream, call.prompts[0].tokens.clone());
+    let mut held = None;
+    let mut issued = None;
+    if let (Leg::Prefill(prefill), Some(side)) = (&leg, shared.plane.address) {
+        match prefill.form {
+            Form::Bootstrap => held = Some(prefill.keys.clone()),
+            Form::Push => shared.plane.ready(&prefill.keys[0], &dialect::engine_name(side)),
+            Form::Pull => {
+                let blocks = prompt.len().div_ceil(options.block_size);
+                let params = dialect::kv_transfer_params(&options, side, &prefill.keys[0], blocks);
+                shared.plane.ready(&prefill.keys[0], &params.proof);
+                issued = Some((Place::Top, params.params)).filter(|_| !options.no_params);
+            }
+            Form::Context { id } => {
+                let params = dialect::disaggregated_params(&options, side, &prefill.keys[0], id, &prompt, first);
+                shared.plane.ready(&prefill.keys[0], &params.proof);
+                issued = Some((Place::Choice, params.params));
+            }
+        }
+    }
+    let wait = Duration::from_millis(options.pd_wait_ms);
+    for key in held.iter().flatten() {
+        shared.plane.ready(key, "");
+        let handed = async {
+            shared.plane.taken(key, wait).await?;
+            shared.plane.moved(key, wait).await
+        };
+        if let Err(error) = handed.await {
+            return refuse(flight, &dialect::broken(error), options.kind);
+        }
+    }
+    let mut answer = Answer::new(flight, tokens, call, id);
+    if let Some((place, params)) = issued {
+        answer.issue(place, params);
+    }
+    script::respond(answer, stream, fault.filter(|fault| fault.phase == Phase::Answering)).await
+}
+
+/// Waits until the first token of every prompt is made.
+async fn computed(tokens: &UnboundedReceiver<Output>, prompts: usize) {
+    for look in 0_u32.. {
+        if tokens.len() >= prompts || tokens.is_closed() {
+            return;
+        }
+        if look < 16 {
+            tokio::task::yield_now().await;
+        } else {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+}
+
+/// Does what goes wrong with a request now; the status it is refused with, if it is.
+async fn suffer(fault: Option<LegFault>, phase: Phase, flight: &mut InFlight) -> Option<u16> {
+    let fault = fault.filter(|fault| fault.phase == phase)?;
+    match fault.action {
+        Action::Status => return Some(fault.status),
+        Action::Hang => std::future::pending().await,
+        Action::Die | Action::End => {
+            flight.die();
+            // Ends the connection's task, and with it the connection, without a message.
+            std::panic::resume_unwind(Box::new("the engine was told to die"))
+        }
+        Action::Slow => tokio::time::sleep(Duration::from_millis(fault.ms)).await,
+    }
+    None
+}
+
+/// The refusal that a fault orders.
+fn ordered(status: u16) -> Refusal {
+    let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    Refusal { status, message: "refused, as ordered".to_owned() }
 }
 
 /// The whole body; none when it is too long. A client that leaves in its middle counts as one that left.
@@ -134,7 +294,7 @@ async fn read_body(body: Body, flight: &mut InFlight) -> Option<Bytes> {
 }
 
 fn refuse(mut flight: InFlight, refusal: &Refusal, engine: EngineKind) -> Response {
-    flight.complete();
+    flight.refuse();
     (refusal.status, Json(refusal.body(engine))).into_response()
 }
 

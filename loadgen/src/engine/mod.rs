@@ -14,7 +14,7 @@
 //!
 //! Simulated: vLLM's prefix hits, eviction order, copies, chunked prefill, preemption, what is announced when, both wire
 //! forms and replay layouts, all four hash algorithms, `cache_salt`, adapters, look-ahead hashes, the reset's delay, a
-//! host tier's and a sliding-window group's events; SGLang's page chain, tree, tiers and `/generate`; TensorRT-LLM's
+//! host tier's and a sliding-window group's events; the legs of disaggregated requests ([`dialect`], [`disagg`]); SGLang's page chain, tree, tiers and `/generate`; TensorRT-LLM's
 //! block keys, partial blocks, windows, levels and drain; faults on command ([`fault`]). Differs: time follows a model;
 //! answers are random words; requests with `n` > 1, images, tools' parsing, log probabilities and loads from a host tier
 //! are not simulated; SGLang's newest tool format neither; what TensorRT-LLM pushes over ZMQ names blocks by its older
@@ -29,6 +29,10 @@ mod client;
 mod command;
 #[cfg(test)]
 mod conformance_tests;
+mod dialect;
+mod disagg;
+#[cfg(test)]
+mod disagg_tests;
 mod drain;
 mod driver;
 mod fault;
@@ -42,11 +46,13 @@ mod http_trtllm;
 mod http_vllm;
 #[cfg(test)]
 mod kind_tests;
+mod legs;
 mod msgpack;
 mod options;
 mod publisher;
 mod reply;
 mod scheduler;
+mod script;
 mod sglang_wire;
 mod shared;
 mod template;
@@ -70,14 +76,16 @@ use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use tokio::sync::oneshot;
 
-pub use fault::{Fault, Health};
+pub use fault::{Action, Fault, Health, LegFault, Phase};
 pub use hash::vllm::Algo;
-pub use options::{EngineKind, EngineOptions, LoraOption};
+pub use legs::{LegEnd, LegKind, LegView};
+pub use options::{EngineKind, EngineOptions, LoraOption, Role};
 pub use sglang_wire::SglangRelease;
 pub use shared::EngineStats;
 pub use trtllm_wire::TrtllmRelease;
 pub use wire::Release;
 
+use disagg::Plane;
 use drain::Drain;
 use driver::{Command, Driver};
 use publisher::{BoundAddresses, Publisher, PublisherOptions};
@@ -190,7 +198,9 @@ fn start_one(
     let first = publishers.first().map(|(_, bound)| *bound);
     let (links, ends) = link(publishers, options.dp);
     let faults = options.faults.clone();
-    let mut shared = Shared::new(options, text, links, drain);
+    let side = open_side_channel(&options)?;
+    let plane = Plane::new(side.as_ref().map(TcpListener::local_addr).transpose().map_err(EngineError::Thread)?);
+    let mut shared = Shared::new(options, text, links, drain, plane);
     shared.counters.lost_batches = lost;
     let shared = Arc::new(shared);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(EngineError::Thread)?;
@@ -208,6 +218,10 @@ fn start_one(
                 for driver in drivers {
                     tokio::spawn(driver.run());
                 }
+                if let Some(side) = side {
+                    // It ends with the runtime; what goes wrong with it shows at the decode engines.
+                    tokio::spawn(http::serve(side, disagg::router(Arc::clone(&ordered))));
+                }
                 for fault in &faults {
                     if let Err(error) = command::carry_out(&ordered, fault).await {
                         eprintln!("engine: --fault {fault:?}: {error}");
@@ -224,6 +238,18 @@ fn start_one(
     let event_addr = first.and_then(|bound| bound.events);
     let replay_addr = first.and_then(|bound| bound.replay);
     Ok(EngineHandle { http_addr, event_addr, replay_addr, shared, stop: Some(stop), thread: Some(thread) })
+}
+
+/// The side channel of a prefill engine.
+fn open_side_channel(options: &EngineOptions) -> Result<Option<TcpListener>, EngineError> {
+    if options.role != Role::Prefill {
+        return Ok(None);
+    }
+    let address = SocketAddr::new(options.host, options.side_port);
+    let listen_error = |source| EngineError::Listen { address, source };
+    let listener = TcpListener::bind(address).map_err(listen_error)?;
+    listener.set_nonblocking(true).map_err(listen_error)?;
+    Ok(Some(listener))
 }
 
 /// A rank's end of what [`RankLink`] is the other end of.
@@ -322,6 +348,23 @@ impl EngineHandle {
     #[must_use]
     pub fn stats(&self) -> EngineStats {
         self.shared.stats()
+    }
+
+    /// Where its side channel listens, on a prefill engine.
+    #[must_use]
+    pub fn side_addr(&self) -> Option<SocketAddr> {
+        self.shared.plane.address
+    }
+
+    /// Its newest requests for answers, oldest first, as it saw them.
+    #[must_use]
+    pub fn legs(&self) -> Vec<LegView> {
+        self.shared.legs.all()
+    }
+
+    /// What goes wrong with its next requests for answers.
+    pub fn set_leg_fault(&self, fault: Option<LegFault>) {
+        self.shared.set_leg_fault(fault);
     }
 
     /// Keys in the engine's caches, with the number of blocks that hold each; none when the engine does not answer.

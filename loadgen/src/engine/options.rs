@@ -41,6 +41,21 @@ pub enum EngineKind {
     Llamacpp,
 }
 
+/// An engine's part in prefill/decode disaggregation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Role {
+    /// It does both.
+    #[default]
+    #[value(name = "none")]
+    None,
+    /// It computes prompts for others.
+    #[value(name = "prefill")]
+    Prefill,
+    /// It goes on where others computed.
+    #[value(name = "decode")]
+    Decode,
+}
+
 /// An adapter that is loaded at the start: its name and where from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoraOption {
@@ -168,6 +183,33 @@ pub struct EngineOptions {
     /// Tokens of a prompt and its answer; never more than the cache holds.
     #[arg(long, default_value_t = 131_072)]
     pub max_model_len: usize,
+    /// Its part in prefill/decode disaggregation.
+    #[arg(long, value_enum, default_value_t)]
+    pub role: Role,
+    /// Port of a prefill engine's side channel (NIXL's, SGLang's bootstrap server); 0 for any.
+    #[arg(long, default_value_t = 0)]
+    pub side_port: u16,
+    /// vLLM's NixlPushConnector: the decode leg waits for the prefill leg of the same X-Request-Id.
+    #[arg(long)]
+    pub nixl_push: bool,
+    /// vLLM: X-Request-Ids of legs must name this prefill port and both addresses.
+    #[arg(long)]
+    pub nixl_port: Option<u16>,
+    /// vLLM: the answer's kv_transfer_params are those of a MultiConnector of LMCache and NIXL.
+    #[arg(long)]
+    pub nested_params: bool,
+    /// vLLM: prefill answers carry no kv_transfer_params.
+    #[arg(long)]
+    pub no_params: bool,
+    /// TensorRT-LLM's internal_request_auth_key: generation legs must be signed with it.
+    #[arg(long)]
+    pub disagg_auth_key: Option<String>,
+    /// How long a leg waits for the other, in milliseconds.
+    #[arg(long, default_value_t = 30_000)]
+    pub pd_wait_ms: u64,
+    /// How long what was prefilled is kept for its decode leg, in milliseconds.
+    #[arg(long, default_value_t = 30_000)]
+    pub pd_lease_ms: u64,
     /// Longest answer that ends by itself; each is between an eighth of this and this, drawn from its prompt.
     #[arg(long, default_value_t = 128)]
     pub answer_tokens: usize,
@@ -245,6 +287,9 @@ impl EngineOptions {
         }
         if self.lookahead > 64 || (self.lookahead > 0 && !matches!(kind, EngineKind::Vllm | EngineKind::Sglang)) {
             return wrong("--lookahead is 0 to 64, and simulated for vllm and sglang only");
+        }
+        if self.role != Role::None && kind == EngineKind::Llamacpp {
+            return wrong("--role: llamacpp disaggregates nothing");
         }
         if self.event_buffer == 0 {
             return wrong("--event-buffer is at least 1");

@@ -14,6 +14,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::api::{Call, Kind};
 use super::driver::Command;
+use super::legs::{LegEnd, LegKind};
 use super::scheduler::{Output, RequestId};
 use super::shared::Shared;
 use super::text::ModelText;
@@ -24,14 +25,36 @@ pub struct InFlight {
     shared: Arc<Shared>,
     ids: Vec<RequestId>,
     rank: usize,
-    complete: bool,
+    /// How it ended, once it has.
+    end: Option<LegEnd>,
+    /// Its place in the engine's own account, once its body has come.
+    leg: Option<u64>,
+    /// What it computes for other engines.
+    transfers: Vec<String>,
 }
 
 impl InFlight {
     /// Counts a request that arrives.
     pub fn new(shared: Arc<Shared>) -> Self {
         shared.counters.requests.fetch_add(1, Ordering::Relaxed);
-        Self { shared, ids: Vec::new(), rank: 0, complete: false }
+        Self { shared, ids: Vec::new(), rank: 0, end: None, leg: None, transfers: Vec::new() }
+    }
+
+    /// Its head and body have come.
+    pub fn arrived(&mut self, request_id: Option<&str>, body: &Bytes) -> u64 {
+        let number = self.shared.legs.begin(request_id.map(str::to_owned), body.clone());
+        self.leg = Some(number);
+        number
+    }
+
+    /// Says what it is, and what it computes for other engines: that is given up if it does not end well.
+    pub fn describe(&mut self, kind: LegKind, keys: &[String]) {
+        if let Some(leg) = self.leg {
+            self.shared.legs.describe(leg, kind, &keys.join(","));
+        }
+        if kind == LegKind::Prefill {
+            self.transfers = keys.to_vec();
+        }
     }
 
     /// Takes places for `count` prompts at a rank; false when the engine has no more.
@@ -52,7 +75,17 @@ impl InFlight {
 
     /// The answer is written, or the request refused: nobody left.
     pub fn complete(&mut self) {
-        self.complete = true;
+        self.end = Some(LegEnd::Finished);
+    }
+
+    /// The request is refused.
+    pub fn refuse(&mut self) {
+        self.end = Some(LegEnd::Refused);
+    }
+
+    /// The engine breaks it off.
+    pub fn die(&mut self) {
+        self.end = Some(LegEnd::Died);
     }
 }
 
@@ -61,11 +94,20 @@ impl Drop for InFlight {
         let counters = &self.shared.counters;
         let link = &self.shared.ranks[self.rank];
         link.open.fetch_sub(self.ids.len(), Ordering::Relaxed);
-        if self.complete {
-            counters.completed.fetch_add(1, Ordering::Relaxed);
-            return;
+        if let Some(leg) = self.leg {
+            self.shared.legs.end(leg, self.end.unwrap_or(LegEnd::Cancelled));
         }
-        counters.disconnects.fetch_add(1, Ordering::Relaxed);
+        if self.end != Some(LegEnd::Finished) {
+            self.transfers.iter().for_each(|key| self.shared.plane.abort(key));
+        }
+        match self.end {
+            Some(LegEnd::Finished | LegEnd::Refused) => {
+                counters.completed.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+            Some(LegEnd::Died) => {}
+            _ => _ = counters.disconnects.fetch_add(1, Ordering::Relaxed),
+        }
         for id in &self.ids {
             // No scheduler is left when the engine stops.
             let _ = link.commands.send(Command::Abort(*id));
@@ -82,7 +124,21 @@ pub struct Answer {
     created: u64,
     text: Arc<ModelText>,
     choices: Vec<Choice>,
+    /// What a prefill leg's answer carries, with where.
+    issued: Option<(Place, String)>,
 }
+
+/// Where in an answer the parameters of a transfer stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// `kv_transfer_params` of the answer.
+    Top,
+    /// `disaggregated_params` of the first choice, with the prompt's ids beside the choices.
+    Choice,
+}
+
+/// What stands in an answer until it is written, for parameters that are spelled as they are.
+const ISSUED: &str = "@issued@";
 
 #[derive(Clone, Default)]
 struct Choice {
@@ -106,11 +162,26 @@ impl Answer {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let choices = vec![Choice::default(); call.prompts.len()];
         let text = flight.shared.text();
-        Self { flight, tokens, call, id, created, text, choices }
+        Self { flight, tokens, call, id, created, text, choices, issued: None }
+    }
+
+    /// The answer carries these parameters.
+    pub fn issue(&mut self, place: Place, params: String) {
+        self.issued = Some((place, params));
+    }
+
+    /// The answer is written.
+    pub fn complete(&mut self) {
+        self.flight.complete();
+    }
+
+    /// The engine breaks the answer off.
+    pub fn die(&mut self) {
+        self.flight.die();
     }
 
     /// Waits for all tokens; the whole answer, or none when the engine stops before its end.
-    pub async fn whole(mut self) -> Option<Bytes> {
+    pub async fn whole(&mut self) -> Option<Bytes> {
         while self.choices.iter().any(|choice| !choice.done) {
             let output = self.tokens.recv().await?;
             self.take(&output);
@@ -122,17 +193,28 @@ impl Answer {
         }
         let choices: Vec<Value> = self.choices.iter().enumerate().map(|(i, choice)| self.choice(i, choice)).collect();
         let object = if self.call.kind == Kind::Chat { "chat.completion" } else { "text_completion" };
-        let body = json!({
+        let mut body = json!({
             "id": self.id, "object": object, "created": self.created, "model": self.call.model,
             "choices": choices, "usage": self.usage(),
         });
+        match &self.issued {
+            Some((Place::Top, _)) => body["kv_transfer_params"] = json!(ISSUED),
+            Some((Place::Choice, _)) => {
+                body["choices"][0]["disaggregated_params"] = json!(ISSUED);
+                body["prompt_token_ids"] = json!(self.call.prompts[0].tokens);
+            }
+            None => {}
+        }
         Some(self.finish(&body))
     }
 
     fn finish(&mut self, body: &Value) -> Bytes {
-        let bytes = Bytes::from(body.to_string());
+        let mut text = body.to_string();
+        if let Some((_, params)) = &self.issued {
+            text = text.replacen(&format!("\"{ISSUED}\""), params, 1);
+        }
+        let bytes = Bytes::from(text);
         self.count_out(bytes.len());
-        self.flight.complete();
         bytes
     }
 
@@ -218,6 +300,11 @@ pub struct AnswerStream {
 }
 
 impl AnswerStream {
+    /// The answer that is streamed.
+    pub fn answer(&mut self) -> &mut Answer {
+        &mut self.answer
+    }
+
     fn push(&mut self, data: &str) {
         self.ready.push_back(Bytes::from(format!("data: {data}\n\n")));
     }

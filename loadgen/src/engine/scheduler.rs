@@ -32,6 +32,8 @@ pub struct Request {
     pub answer: Vec<u32>,
     /// What else parts it from equal prompts.
     pub namespace: Arc<Namespace>,
+    /// The prompt's KV came from another engine: only its last token is computed here.
+    pub transferred: bool,
 }
 
 /// One token of an answer.
@@ -147,6 +149,8 @@ struct Sequence {
     scheduled: usize,
     /// Known once it was admitted for the first time.
     cached_tokens: Option<usize>,
+    /// See [`Request::transferred`]; lost with its blocks.
+    transferred: bool,
 }
 
 /// The scheduler with its cache.
@@ -193,6 +197,7 @@ impl Scheduler {
             stored_blocks: 0,
             scheduled: 0,
             cached_tokens: None,
+            transferred: request.transferred,
         };
         sequence.extend_digests(&self.model);
         self.waiting.push_back(sequence);
@@ -325,7 +330,10 @@ impl Scheduler {
             if model.policy == (Policy::Vllm { drop_last: true }) {
                 hits.pop();
             }
-            let hit_tokens = hits.len() * self.model.block_tokens;
+            let hit_tokens = match sequence.transferred {
+                true => sequence.tokens.len() - 1,
+                false => hits.len() * self.model.block_tokens,
+            };
             let count = (sequence.tokens.len() - hit_tokens).min(*budget);
             let fresh = (hit_tokens + count).div_ceil(self.model.block_tokens) - hits.len();
             if !self.cache.has_room(&hits, fresh) {
@@ -438,6 +446,7 @@ impl Sequence {
     fn start_over(&mut self, cache: &mut PagedCache) {
         cache.release(&std::mem::take(&mut self.pages));
         self.computed = 0;
+        self.transferred = false;
         self.stored_blocks = 0;
         self.scheduled = 0;
     }

@@ -24,6 +24,7 @@ fn request(id: u64, prompt: impl IntoIterator<Item = u32>, answer: usize) -> Req
         prompt: prompt.into_iter().collect(),
         answer: vec![7; answer],
         namespace: Arc::default(),
+        transferred: false,
     }
 }
 

@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use serde::Serialize;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::disagg::Plane;
 use super::drain::Drain;
 use super::driver::Command;
-use super::fault::Health;
+use super::fault::{Health, LegFault};
+use super::legs::Legs;
 use super::options::EngineOptions;
 use super::publisher::BoundAddresses;
 use super::scheduler::RequestId;
@@ -53,6 +55,10 @@ pub struct EngineStats {
     pub overflowed_events: u64,
     /// Reads of paths that a gateway must not read, because they are destructive.
     pub metrics_touched: u64,
+    /// Legs of disaggregated requests that broke the dialect and were refused.
+    pub pd_violations: u64,
+    /// Prefilled prompts that wait for a decode leg.
+    pub pd_held: u64,
 }
 
 impl std::ops::AddAssign for EngineStats {
@@ -94,6 +100,7 @@ pub struct Counters {
     pub bytes_out: AtomicU64,
     pub lost_batches: Arc<AtomicU64>,
     pub metrics_touched: AtomicU64,
+    pub pd_violations: AtomicU64,
 }
 
 /// What a rank's scheduler and the rest know of each other.
@@ -121,13 +128,25 @@ pub struct Shared {
     pub drain: Option<Drain>,
     pub second_drainer: AtomicBool,
     pub health: Mutex<Health>,
+    /// What a prefill engine has for decode engines.
+    pub plane: Plane,
+    /// Its requests for answers, as it sees them.
+    pub legs: Legs,
+    /// What goes wrong with them, and how often still; 0 for always.
+    leg_fault: Mutex<Option<LegFault>>,
     next_id: AtomicU64,
     next_rank: AtomicUsize,
 }
 
 impl Shared {
     /// At the start: nothing counted. There is at least one rank.
-    pub fn new(options: EngineOptions, text: Arc<ModelText>, ranks: Vec<RankLink>, drain: Option<Drain>) -> Self {
+    pub fn new(
+        options: EngineOptions,
+        text: Arc<ModelText>,
+        ranks: Vec<RankLink>,
+        drain: Option<Drain>,
+        plane: Plane,
+    ) -> Self {
         assert!(!ranks.is_empty(), "an engine has a rank");
         Self {
             options: RwLock::new(Arc::new(options)),
@@ -138,6 +157,9 @@ impl Shared {
             drain,
             second_drainer: AtomicBool::new(false),
             health: Mutex::default(),
+            plane,
+            legs: Legs::default(),
+            leg_fault: Mutex::default(),
             next_id: AtomicU64::new(0),
             next_rank: AtomicUsize::new(0),
         }
@@ -166,6 +188,23 @@ impl Shared {
     /// A name that no other request of this engine has.
     pub fn new_id(&self) -> RequestId {
         RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Orders that requests for answers go wrong.
+    pub fn set_leg_fault(&self, fault: Option<LegFault>) {
+        *self.leg_fault.lock().unwrap_or_else(PoisonError::into_inner) = fault;
+    }
+
+    /// What goes wrong with the request that arrives now.
+    pub fn take_leg_fault(&self) -> Option<LegFault> {
+        let mut ordered = self.leg_fault.lock().unwrap_or_else(PoisonError::into_inner);
+        let fault = (*ordered)?;
+        *ordered = match fault.times {
+            0 => Some(fault),
+            1 => None,
+            times => Some(LegFault { times: times - 1, ..fault }),
+        };
+        Some(fault)
     }
 
     /// Requests that are not done.
@@ -203,6 +242,8 @@ impl Shared {
             stolen_events: drained(|drain| &drain.stolen),
             overflowed_events: drained(|drain| &drain.overflowed),
             metrics_touched: read(&self.counters.metrics_touched),
+            pd_violations: read(&self.counters.pd_violations),
+            pd_held: self.plane.held(),
             ..sum
         }
     }

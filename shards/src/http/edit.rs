@@ -40,6 +40,16 @@ pub fn edit_head(buffer: &mut [u8], at: usize, len: usize, dropped: &[Span], add
     start
 }
 
+/// Appends a head with the length of another body: in place of what it says of the length stands one line at its end.
+/// The head is one that was parsed, of a body that is not chunked.
+pub fn with_length(head: &[u8], body_bytes: usize, out: &mut Vec<u8>) {
+    const NAME: &[u8] = b"content-length:";
+    let is_length = |line: &[u8]| line.get(..NAME.len()).is_some_and(|name| name.eq_ignore_ascii_case(NAME));
+    let lines = head[..head.len() - 2].split_inclusive(|&byte| byte == b'\n');
+    lines.filter(|line| !is_length(line)).for_each(|line| out.extend_from_slice(line));
+    out.extend_from_slice(format!("Content-Length: {body_bytes}\r\n\r\n").as_bytes());
+}
+
 /// Moves `buffer[start..end]` so that it ends at `*to`, which then becomes its new start.
 fn move_part(buffer: &mut [u8], start: usize, end: usize, to: &mut usize) {
     *to -= end - start;
@@ -62,6 +72,19 @@ mod tests {
             .collect();
         spans.sort_by_key(|span| span.start);
         spans
+    }
+
+    #[test]
+    fn another_length_stands_alone() {
+        for (head, expected) in [
+            ("POST / HTTP/1.1\r\nA: 1\r\ncontent-LENGTH: 7\r\nB: 2\r\n\r\n", "POST / HTTP/1.1\r\nA: 1\r\nB: 2\r\n"),
+            ("POST / HTTP/1.1\r\nContent-Length:7\r\n\r\n", "POST / HTTP/1.1\r\n"),
+            ("POST / HTTP/1.1\r\nX: content-length: 7\r\n\r\n", "POST / HTTP/1.1\r\nX: content-length: 7\r\n"),
+        ] {
+            let mut out = Vec::new();
+            with_length(head.as_bytes(), 123, &mut out);
+            assert_eq!(String::from_utf8(out), Ok(format!("{expected}Content-Length: 123\r\n\r\n")), "{head}");
+        }
     }
 
     #[test]

@@ -32,8 +32,10 @@ const CACHE_BYTES: usize = 256 * 1024;
 const SLICE_KEYS_MAX: usize = SLICE_BYTES + 64;
 /// Pieces of text shorter than this have a cut or an end in every slice.
 const ALWAYS_CUT_BYTES: usize = 2048;
-/// Bytes that the fuel of one render pays for.
-const RENDERED_BYTES_MAX: usize = 256 * 1024 * 1024;
+/// Fuel of one render: little, so that it is used up soon.
+const FUEL: u64 = 50_000;
+/// Bytes that it pays for.
+const RENDERED_BYTES_MAX: usize = FUEL as usize * 64;
 
 /// Goes by the parts that real templates have.
 const TEMPLATE: &str = "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif -%}
@@ -240,7 +242,7 @@ pub fn check_any_template(input: &[u8]) {
     let end = input.iter().position(|&byte| byte == 0).unwrap_or(input.len());
     let Ok(text) = std::str::from_utf8(&input[..end]) else { return };
     let tokens = BTreeMap::from([("bos_token".to_owned(), "<s>".to_owned())]);
-    let Ok(template) = Template::compile(text, &tokens, epoch) else { return };
+    let Ok(template) = Template::compile_within(text, &tokens, epoch, FUEL) else { return };
     let body = input.get(end + 1..).filter(|body| !body.is_empty()).unwrap_or(CHAT.as_bytes());
     let Some(view) = BodyView::parse(body) else { return };
     let _ = template.takes_later_system();

@@ -50,7 +50,7 @@ pub use large::{Prepared, Task};
 pub use model::{Model, ModelError, ModelFiles, TemplateOrigin};
 pub use prefix_cache::{PREFIX_CACHE_BYTES, PrefixCache, PrefixStats, SharedPrefixStats};
 pub use preview::{Preview, preview};
-pub use question::Question;
+pub use question::{Question, may_bring_ids};
 pub use request::Rendering;
 pub use splice::{ADDED_BYTES_MAX, MEMBERS_MAX, Outline, Piece, Splice, SpliceError};
 pub use table::{Entry, Lookup, ModelTable, SLUG_BYTES_MAX, slug};

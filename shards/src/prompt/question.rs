@@ -8,10 +8,14 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::Api;
 use super::body::BodyView;
-use crate::service::{Engine, EngineRender};
+use super::model::Model;
+use crate::service::{Engine, EngineRender, MissReason};
 
 /// Longest question, bytes of the request's messages. Longer chats are routed without keys.
 const QUESTION_BYTES_MAX: usize = 4 * 1024 * 1024;
+
+/// Longest messages whose ids are sent along, bytes of JSON: what is spliced takes well under a millisecond.
+const IDS_BYTES_MAX: usize = 256 * 1024;
 
 /// Beginnings of the kinds of parts that are no text.
 const MEDIA: [&str; 5] = ["\"image", "\"video", "\"audio", "\"input_image", "\"input_audio"];
@@ -50,6 +54,27 @@ impl Question {
         Some(Question { path, member, id: id(view, path) })
     }
 
+    /// The question for a request whose text the gateway cannot know, for this reason; none where no engine is to be
+    /// asked either.
+    #[must_use]
+    pub fn after(
+        reason: MissReason,
+        api: Api,
+        view: &BodyView<'_>,
+        model: &Model,
+        engine: Engine,
+        way: EngineRender,
+    ) -> Option<Self> {
+        if !matches!(reason, MissReason::EngineRendered | MissReason::TemplateMissing) {
+            return None;
+        }
+        // Before vLLM 0.33 `/tokenize` renders them by a template, unlike its chats.
+        if way == EngineRender::Tokenize && model.is_harmony() && engine == Engine::Vllm {
+            return None;
+        }
+        Question::of(api, view, engine, way)
+    }
+
     /// The list of ids in an answer, after its bracket; none if there is none.
     #[must_use]
     pub fn ids<'r>(&self, answer: &'r [u8]) -> Option<&'r str> {
@@ -82,6 +107,17 @@ fn exceeds_vllm(view: &BodyView<'_>) -> bool {
 fn exceeds_sglang(view: &BodyView<'_>) -> bool {
     let chosen = view.tool_choice.is_some_and(|choice| !matches!(choice, "\"auto\"" | "\"required\""));
     chosen || view.reasoning.is_some() || view.add_generation_prompt.is_some() || view.input_ids.is_some()
+}
+
+/// Whether the ids that the gateway makes of a request may be sent along with it: a chat of nothing but text, of which the
+/// engine cuts nothing off, which ends where its last message ends, and which brings no ids of its own.
+#[must_use]
+pub fn may_bring_ids(api: Api, view: &BodyView<'_>) -> bool {
+    let BodyView { messages, unkeyable, truncate_prompt_tokens, input_ids, prompt_token_ids, .. } = view;
+    let continued = view.continue_final_message.is_some_and(|raw| raw != "false");
+    let own = unkeyable.is_some() || input_ids.is_some() || prompt_token_ids.is_some();
+    let text = messages.is_some_and(|list| list.len() <= IDS_BYTES_MAX && !has_media(list));
+    api == Api::ChatCompletions && text && !own && !continued && truncate_prompt_tokens.is_none()
 }
 
 /// Whether there may be parts that are no text: their blocks have more in their keys than tokens.
@@ -140,6 +176,26 @@ mod tests {
         }
         let image = r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}"#;
         assert_eq!(question(CHAT, image, Engine::Vllm, Render), None);
+    }
+
+    #[test]
+    fn ids_go_only_with_whole_chats_of_text() {
+        for (path, more, may) in [
+            (CHAT, "", true),
+            (CHAT, r#","stream":true,"tools":[],"continue_final_message":false,"kv_transfer_params":{"a":1}"#, true),
+            (CHAT, r#","continue_final_message":true"#, false),
+            (CHAT, r#","truncate_prompt_tokens":9"#, false),
+            (CHAT, r#","input_ids":[1]"#, false),
+            (CHAT, r#","prompt_token_ids":[1]"#, false),
+            (CHAT, r#","kv_transfer_params":{"prompt_token_ids":[1]}"#, false),
+            (CHAT, r#","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]"#, false),
+            ("/v1/messages", "", false),
+            ("/v1/completions", r#","prompt":"x""#, false),
+        ] {
+            let body = format!(r#"{{"messages":[{{"role":"user","content":"u"}}]{more}}}"#);
+            let view = BodyView::parse(body.as_bytes()).expect("JSON");
+            assert_eq!(may_bring_ids(Api::of("POST", path).expect("a prompt"), &view), may, "{path} {more}");
+        }
     }
 
     #[test]

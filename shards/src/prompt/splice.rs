@@ -43,7 +43,7 @@ pub struct Outline<'a> {
 }
 
 /// Edits of one JSON object.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Splice<'a> {
     body: &'a [u8],
     places: Vec<Place<'a>>,
@@ -62,7 +62,7 @@ pub enum Piece {
 }
 
 /// Where a member stands, and what becomes of it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Place<'a> {
     /// Its name in quotes, escapes as they stand.
     name: &'a str,
@@ -72,7 +72,7 @@ struct Place<'a> {
     edit: Edit,
 }
 
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Edit {
     Keep,
     Set(Vec<u8>),

@@ -73,8 +73,21 @@ impl Template {
         special_tokens: &BTreeMap<String, String>,
         now: fn() -> SystemTime,
     ) -> Result<Self, TemplateError> {
+        Template::compile_within(text, special_tokens, now, FUEL)
+    }
+
+    /// The same, for renders of so much fuel.
+    ///
+    /// # Errors
+    /// The text does not compile.
+    pub(super) fn compile_within(
+        text: &str,
+        special_tokens: &BTreeMap<String, String>,
+        now: fn() -> SystemTime,
+        fuel: u64,
+    ) -> Result<Self, TemplateError> {
         let failed = |error: Error| TemplateError::Compile(describe(&error));
-        let mut environment = environment(now).map_err(failed)?;
+        let mut environment = environment(now, fuel).map_err(failed)?;
         for (name, token) in special_tokens {
             environment.add_global(name.clone(), token.as_str());
         }
@@ -222,13 +235,13 @@ fn describe(error: &Error) -> String {
 #[error("{0}")]
 struct Raised(String);
 
-fn environment(now: fn() -> SystemTime) -> Result<Environment<'static>, Error> {
+fn environment(now: fn() -> SystemTime, fuel: u64) -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_recursion_limit(RECURSION_MAX);
-    environment.set_fuel(Some(FUEL));
+    environment.set_fuel(Some(fuel));
     environment.set_unknown_method_callback(methods::call);
     environment.set_formatter(|out, _, value| match value.as_str() {
         Some(text) => out.write_str(text).map_err(Error::from),

@@ -1,5 +1,7 @@
 //! Answers of the gateway's own making: all errors are JSON with an `error` that scripts can match.
 
+use crate::disagg::refusal::{BrokenEvents, LegRefusal};
+
 /// Why the gateway answers in an engine's place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
@@ -27,6 +29,8 @@ pub enum Refusal {
     FirstByteTimeout,
     /// 505, another version of HTTP.
     Version,
+    /// The request cannot go through its two legs.
+    Legs(LegRefusal),
 }
 
 impl Refusal {
@@ -43,6 +47,7 @@ impl Refusal {
             Refusal::NoHealthyBackend | Refusal::NoRules | Refusal::NoRoute | Refusal::ModelUnavailable(_) => 503,
             Refusal::FirstByteTimeout => 504,
             Refusal::Version => 505,
+            Refusal::Legs(refusal) => refusal.status(),
         }
     }
 
@@ -60,6 +65,7 @@ impl Refusal {
             Refusal::ModelUnavailable(_) => "model_unavailable",
             Refusal::FirstByteTimeout => "backend_timeout",
             Refusal::Version => "http_version_not_supported",
+            Refusal::Legs(refusal) => refusal.error(),
         }
     }
 
@@ -76,6 +82,7 @@ impl Refusal {
             Refusal::ModelUnavailable(_) => "no rule is for this model".into(),
             Refusal::FirstByteTimeout => "the endpoint did not begin to answer in time".into(),
             Refusal::Version => "only HTTP/1.0 and HTTP/1.1 are spoken here".into(),
+            Refusal::Legs(refusal) => refusal.detail(),
         }
     }
 
@@ -92,7 +99,13 @@ impl Refusal {
         if let Refusal::ModelUnavailable(model) = self {
             body["model"] = model.as_str().into();
         }
-        json_with(self.status(), &body.to_string(), keep_alive, to_head, lines)
+        let mut lines = lines.to_vec();
+        if let Refusal::Legs(refusal) = self
+            && let Some(seconds) = refusal.retry_after()
+        {
+            lines.extend_from_slice(format!("Retry-After: {seconds}\r\n").as_bytes());
+        }
+        json_with(self.status(), &body.to_string(), keep_alive, to_head, &lines)
     }
 }
 
@@ -119,9 +132,12 @@ fn json_with(status: u16, body: &str, keep_alive: bool, to_head: bool, lines: &[
     answer
 }
 
-/// What ends a stream of events that broke: an event that says so, after whatever event was being written.
-pub const BROKEN_STREAM_EVENT: &str =
+const BROKEN_STREAM_EVENT: &str =
     "\n\ndata: {\"error\":\"backend_died\",\"detail\":\"the endpoint ended the answer before its end\"}\n\n";
+
+/// What ends a stream of events that broke: an event that says so, after whatever event was being written.
+pub const BROKEN_EVENTS: BrokenEvents =
+    BrokenEvents { died: BROKEN_STREAM_EVENT, idle: BROKEN_STREAM_EVENT, other_leg: BROKEN_STREAM_EVENT };
 
 fn reason(status: u16) -> &'static str {
     match status {
@@ -131,6 +147,7 @@ fn reason(status: u16) -> &'static str {
         403 => "Forbidden",
         408 => "Request Timeout",
         413 => "Content Too Large",
+        429 => "Too Many Requests",
         431 => "Request Header Fields Too Large",
         501 => "Not Implemented",
         502 => "Bad Gateway",

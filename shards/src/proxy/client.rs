@@ -14,7 +14,7 @@ use monoio::net::TcpStream;
 
 use super::answer::Refusal;
 use super::upstream::write_all;
-use super::watch::{Interrupt, Place, Watch, guarded};
+use super::watch::{Companion, Interrupt, Place, Watch, guarded};
 use crate::executor::carry::{READ_BYTES_MAX, carry};
 use crate::executor::{End, ReadAhead};
 use crate::http::request::{self, HeadError, HeadLimits};
@@ -83,6 +83,8 @@ pub struct Client {
     /// Where it comes from, if the kernel still knew.
     address: Option<IpAddr>,
     place: Place,
+    /// The other leg of the request, while it is under way.
+    companion: Option<Companion>,
 }
 
 /// Why more bytes of a request did not come.
@@ -98,13 +100,29 @@ impl Client {
         let descriptor = stream.as_raw_fd();
         let address = stream.peer_addr().ok().map(|peer| peer.ip());
         let (read, writer) = stream.into_split();
-        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, address, place }
+        Client { reader: ReadAhead::new(read, READ_AHEAD_MAX), writer, descriptor, address, place, companion: None }
     }
 
     /// Where the client comes from.
     #[must_use]
     pub fn address(&self) -> Option<IpAddr> {
         self.address
+    }
+
+    /// Has something go on beside whatever the connection waits for; nothing, to give up what does.
+    pub fn set_companion(&mut self, companion: Option<Companion>) {
+        self.companion = companion;
+    }
+
+    /// Whether something goes on beside.
+    #[must_use]
+    pub fn has_companion(&self) -> bool {
+        self.companion.is_some()
+    }
+
+    /// Takes what goes on beside.
+    pub fn take_companion(&mut self) -> Option<Companion> {
+        self.companion.take()
     }
 
     /// The connection's supervision.
@@ -258,7 +276,7 @@ impl Client {
     /// What interrupted the wait; see [`guarded`].
     pub async fn guard<F: Future>(&mut self, time: Option<Duration>, future: F) -> Result<F::Output, Interrupt> {
         self.place.watch.arm(time);
-        guarded(&mut self.reader, &self.place.watch, future).await
+        guarded(&mut self.reader, &self.place.watch, &mut self.companion, future).await
     }
 
     /// Breaks the connection off: the client sees a reset, never an end.
@@ -273,7 +291,7 @@ impl Client {
     pub async fn write(&mut self, bytes: Vec<u8>, from: usize, time: Duration) -> Result<Vec<u8>, Interrupt> {
         self.place.watch.arm(Some(time));
         let write = write_all(&mut self.writer, bytes, from);
-        let (result, bytes) = guarded(&mut self.reader, &self.place.watch, write).await?;
+        let (result, bytes) = guarded(&mut self.reader, &self.place.watch, &mut self.companion, write).await?;
         result.map(|()| bytes).map_err(|_| Interrupt::ClientGone)
     }
 
@@ -433,7 +451,7 @@ mod tests {
         assert!((BODY_ROOM_FIRST..2 * BODY_ROOM_FIRST).contains(&fresh.capacity()), "{}", fresh.capacity());
         fresh.resize(fresh.capacity(), 7);
         let fresh = with_room(fresh, announced, &buffers);
-        assert!(fresh.capacity() >= announced && fresh.starts_with(&[b'P']) && fresh.ends_with(&[7]));
+        assert!(fresh.capacity() >= announced && fresh.starts_with(b"P") && fresh.ends_with(&[7]));
         buffers.give_back(fresh);
         let used = with_room(head(), announced, &buffers);
         assert!(used.capacity() >= announced && used == head());

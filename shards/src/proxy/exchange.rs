@@ -8,11 +8,13 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::Proxy;
-use super::answer::Refusal;
+use super::answer::{BROKEN_EVENTS, Refusal};
 use super::claiming::Claiming;
 use super::client::{Client, Request, is_ours};
 use super::evidence;
+use super::handed;
 use super::known::Known;
+use super::legs::Errand;
 use super::models;
 use super::outgoing::{ID_HEADER, Outgoing, announce_length, id_of, push_line};
 use super::relay::{self, CLOSE_LINE, Fault, Heard, Progress, Terms};
@@ -21,12 +23,12 @@ use super::score::{self, Score};
 use super::upstream::{Pool, Upstream};
 use super::watch::Interrupt;
 use crate::belief::{self, NamedRank};
-use crate::ids::{EndpointIndex, Rank};
+use crate::ids::{EndpointIndex, Rank, ShardId};
 use crate::load::Reservation;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
 use crate::route::{self, Chooser, Decision, Evidence, Facts, Pin};
-use crate::service::{Endpoint, count};
+use crate::service::{Endpoint, Service, count};
 use crate::usage::Tail;
 
 /// Endpoints that one request may find dead; beyond it the request is refused. Each costs up to a connect time-out.
@@ -37,7 +39,7 @@ const CONNECTS_MAX: usize = 16;
 const SENDS_MAX: u32 = 3;
 
 /// The header by which vLLM and SGLang let a request choose its rank.
-const RANK_HEADER: &str = "x-data-parallel-rank";
+pub(super) const RANK_HEADER: &str = "x-data-parallel-rank";
 
 /// Bytes of a request's body per token of its prompt, where nobody has counted.
 const BYTES_PER_TOKEN: u64 = 4;
@@ -69,11 +71,6 @@ pub async fn exchange(proxy: &Proxy, client: &mut Client, mut request: Request, 
     } else {
         match routes.pick(listen, &view) {
             Pick::Service(local) => {
-                if local.service.pd.is_some() {
-                    let refusal =
-                        Refusal::NotImplemented("prefill and decode on separate endpoints are not built yet".into());
-                    return refuse(proxy, client, &request, &refusal).await;
-                }
                 if models::is_asked(&view) {
                     return models::answer(proxy, client, &local, &view).await;
                 }
@@ -94,7 +91,6 @@ async fn serve(
     routes: &Routes,
     local: &LocalService,
 ) -> Next {
-    let stats = local.service.shared.stats_of(proxy.id);
     let view = RequestView::new(&request.head, &request.bytes);
     let score = match client.guard(None, score::score(proxy, local, &routes.models, &view)).await {
         Ok(score) => score,
@@ -108,6 +104,12 @@ async fn serve(
         Err(interrupt) => return left(local, proxy, interrupt),
     };
     let (named_rank, skips_cache) = (view.named_rank(), view.skips_cache());
+    if local.service.pd.is_some()
+        && let Err(interrupt) = client.guard(None, view.look_through(&proxy.ticket)).await
+    {
+        return left(local, proxy, interrupt);
+    }
+    let stream = local.service.pd.is_some() && view.body().is_some_and(|body| body.stream);
     announce_length(&mut request);
     let mut attempt = Attempt {
         proxy,
@@ -124,8 +126,23 @@ async fn serve(
         status: 0,
         tail: None,
     };
-    let outcome = attempt.run(client, &score).await;
+    let outcome = match &local.service.pd {
+        Some(pd) => Errand { attempt: &attempt, pd, score: &score, stream }.carry(client).await,
+        None => attempt.run(client, &score).await,
+    };
     let request = attempt.request;
+    end(proxy, local, client, request, outcome).await
+}
+
+/// What a request leaves behind.
+async fn end(
+    proxy: &Proxy,
+    local: &LocalService,
+    client: &mut Client,
+    request: Request,
+    outcome: Result<Next, Failure>,
+) -> Next {
+    let stats = local.service.shared.stats_of(proxy.id);
     match outcome {
         Ok(next) => {
             proxy.buffers.give_back(request.bytes);
@@ -170,11 +187,63 @@ fn is_resendable(view: &RequestView<'_>) -> bool {
 }
 
 /// Why there is no answer from an endpoint.
-enum Failure {
+pub(super) enum Failure {
     /// The gateway answers instead.
     Refuse(Refusal),
     /// The client's connection is closed: it left, or its answer broke.
     Close,
+}
+
+/// Why no connection was tried to its end.
+pub(super) enum NotOpened {
+    /// For want of something here; what the client is told.
+    OutOfSockets(Refusal),
+    /// The client left, or is cut.
+    Interrupted(Interrupt),
+}
+
+/// Opens a connection; none when the endpoint refused it, which takes the endpoint out.
+pub(super) async fn open(
+    proxy: &Proxy,
+    local: &LocalService,
+    client: &mut Client,
+    endpoint: &Endpoint,
+    pool: &Pool,
+) -> Result<Option<Upstream>, NotOpened> {
+    let error = match client.guard(Some(proxy.limits.connect_timeout), pool.connect()).await {
+        Ok(Ok(upstream)) => return Ok(Some(upstream)),
+        Ok(Err(error)) if is_ours(&error) => {
+            tracing::error!(%error, endpoint = %endpoint.address, "no connection could be opened, for want of resources here");
+            return Err(NotOpened::OutOfSockets(Refusal::BackendUnreachable("this gateway is out of sockets")));
+        }
+        Ok(Err(error)) => error,
+        Err(Interrupt::TimedOut) => io::ErrorKind::TimedOut.into(),
+        Err(interrupt) => return Err(NotOpened::Interrupted(interrupt)),
+    };
+    pool.clear();
+    endpoint.shared.connect_failures.fetch_add(1, Ordering::Relaxed);
+    count(&endpoint.shared.stats_of(proxy.id).connect_failures);
+    count(&local.service.shared.stats_of(proxy.id).connect_failovers);
+    let breaker = local.service.proxy.breaker_failures;
+    if breaker > 0 && endpoint.shared.connect_failures.load(Ordering::Relaxed) >= breaker {
+        trip(proxy.id, &local.service, endpoint, "so many connects in a row failed");
+    }
+    if endpoint.shared.mark_down() {
+        tracing::warn!(%error, endpoint = %endpoint.address, rule = local.service.id.0,
+            "endpoint refused a connection and is out until a probe finds it again");
+    }
+    Ok(None)
+}
+
+/// Why a breaker opens that counts answers.
+pub(super) const ERRORS_IN_A_ROW: &str = "so many answers in a row were errors of its own";
+
+/// Opens an endpoint's breaker.
+pub(super) fn trip(shard: ShardId, service: &Service, endpoint: &Endpoint, why: &str) {
+    if endpoint.shared.trip() {
+        count(&endpoint.shared.stats_of(shard).trips);
+        tracing::warn!(endpoint = %endpoint.address, rule = service.id.0, "breaker open: {why}");
+    }
 }
 
 /// What a request counts for at the endpoint that it is sent to.
@@ -184,36 +253,39 @@ struct Sent<'a> {
     uncached: u64,
     /// The rank that the endpoint is told to use.
     rank: Option<Rank>,
+    /// The ids of its prompt as a JSON list, where the rule hands them on.
+    ids: Option<&'a [u8]>,
 }
 
 impl Sent<'_> {
     /// The answer to a request sent at a time has begun or ended. When it begins, its prompt waits no longer, and the
     /// endpoint's speed may be learned from how long it did.
-    fn progress(&mut self, progress: Progress, endpoint: &Endpoint, teaches: bool, at: Instant) {
+    fn progress(&mut self, progress: Progress, service: &Service, endpoint: &Endpoint, teaches: bool, at: Instant) {
         if progress == Progress::Ended {
             return self.reservation.end();
         }
         self.reservation.first_byte();
         if teaches {
             let (uncached_tokens, ahead) = (self.uncached, self.reservation.ahead());
-            endpoint.shared.rates.learn(FirstByte { uncached_tokens, ahead, elapsed: at.elapsed() });
+            let answer = FirstByte { uncached_tokens, ahead, elapsed: at.elapsed() };
+            service.shared.rates.learn(&endpoint.shared.slowness, &answer);
         }
     }
 }
 
 /// A request on its way to an endpoint that answers it.
-struct Attempt<'a> {
-    proxy: &'a Proxy,
-    local: &'a LocalService,
-    request: Request,
+pub(super) struct Attempt<'a> {
+    pub(super) proxy: &'a Proxy,
+    pub(super) local: &'a LocalService,
+    pub(super) request: Request,
     /// What the request asks for, where it has a prompt.
-    api: Option<Api>,
+    pub(super) api: Option<Api>,
     /// What is known of it beside its prompt's blocks.
-    known: Known,
+    pub(super) known: Known,
     /// What the client says of the rank that is to serve it.
-    named_rank: NamedRank,
+    pub(super) named_rank: NamedRank,
     /// The engine looks up nothing of the prompt in its cache.
-    skips_cache: bool,
+    pub(super) skips_cache: bool,
     /// Why the request goes where it goes, where somebody wants to know.
     evidence: Option<String>,
     /// Times the request was sent.
@@ -253,7 +325,7 @@ impl Attempt<'_> {
             }
             while let Some(upstream) = connected.take() {
                 let reused = upstream.reused;
-                let sent = Sent { reservation: &mut reservation, uncached, rank };
+                let sent = Sent { reservation: &mut reservation, uncached, rank, ids: score.ids() };
                 match self.forward(client, endpoint, pool, upstream, sent).await {
                     Ok(next) => {
                         if self.status == 200 {
@@ -280,7 +352,7 @@ impl Attempt<'_> {
         }
     }
 
-    fn decide(&self, score: &Score, tried: &[EndpointIndex]) -> Option<Decision> {
+    pub(super) fn decide(&self, score: &Score, tried: &[EndpointIndex]) -> Option<Decision> {
         // Nothing is awaited while it is borrowed.
         let mut turn = self.local.turn.borrow_mut();
         let mut chooser = Chooser { shard: self.proxy.id, loads: &self.proxy.loads, turn: &mut turn };
@@ -325,38 +397,10 @@ impl Attempt<'_> {
         endpoint: &Endpoint,
         pool: &Pool,
     ) -> Result<Option<Upstream>, Failure> {
-        let result = client.guard(Some(self.proxy.limits.connect_timeout), pool.connect()).await;
-        let error = match result {
-            Ok(Ok(upstream)) => return Ok(Some(upstream)),
-            Ok(Err(error)) if is_ours(&error) => {
-                tracing::error!(%error, endpoint = %endpoint.address, "no connection could be opened, for want of resources here");
-                return Err(Failure::Refuse(Refusal::BackendUnreachable("this gateway is out of sockets")));
-            }
-            Ok(Err(error)) => error,
-            Err(Interrupt::TimedOut) => io::ErrorKind::TimedOut.into(),
-            Err(interrupt) => return Err(self.failure(Fault::Client(interrupt))),
-        };
-        pool.clear();
-        endpoint.shared.connect_failures.fetch_add(1, Ordering::Relaxed);
-        count(&endpoint.shared.stats_of(self.proxy.id).connect_failures);
-        count(&self.local.service.shared.stats_of(self.proxy.id).connect_failovers);
-        let breaker = self.local.service.proxy.breaker_failures;
-        if breaker > 0 && endpoint.shared.connect_failures.load(Ordering::Relaxed) >= breaker {
-            self.trip(endpoint, "so many connects in a row failed");
-        }
-        if endpoint.shared.mark_down() {
-            tracing::warn!(%error, endpoint = %endpoint.address, rule = self.local.service.id.0,
-                "endpoint refused a connection and is out until a probe finds it again");
-        }
-        Ok(None)
-    }
-
-    /// Opens an endpoint's breaker.
-    fn trip(&self, endpoint: &Endpoint, why: &str) {
-        if endpoint.shared.trip() {
-            count(&endpoint.shared.stats_of(self.proxy.id).trips);
-            tracing::warn!(endpoint = %endpoint.address, rule = self.local.service.id.0, "breaker open: {why}");
-        }
+        open(self.proxy, self.local, client, endpoint, pool).await.map_err(|error| match error {
+            NotOpened::OutOfSockets(refusal) => Failure::Refuse(refusal),
+            NotOpened::Interrupted(interrupt) => self.failure(Fault::Client(interrupt)),
+        })
     }
 
     async fn forward(
@@ -371,7 +415,7 @@ impl Attempt<'_> {
         self.sends += 1;
         let at = Instant::now();
         count(&endpoint.shared.stats_of(proxy.id).requests);
-        let outgoing = Outgoing::new(&self.request, &self.lines_for_endpoint(sent.rank), proxy.buffers.small());
+        let outgoing = self.outgoing(&sent, endpoint);
         let bytes = std::mem::take(&mut self.request.bytes);
         let write = client.guard(Some(proxy.limits.write_timeout), outgoing.send(&mut upstream, bytes)).await;
         let (written, buffer, bytes) = write.map_err(|interrupt| match interrupt {
@@ -391,7 +435,7 @@ impl Attempt<'_> {
         self.began = true;
         self.status = begun.head.status;
         if endpoint.shared.answered(self.status, self.local.service.proxy.breaker_errors) {
-            self.trip(endpoint, "so many answers in a row were errors of its own");
+            trip(proxy.id, &self.local.service, endpoint, ERRORS_IN_A_ROW);
         }
         let stats = self.local.service.shared.stats_of(proxy.id);
         count(&stats.responses[usize::from(begun.head.status / 100).min(5)]);
@@ -405,12 +449,13 @@ impl Attempt<'_> {
         if close {
             added.extend_from_slice(CLOSE_LINE);
         }
-        let terms = Terms { added: &added, is_http10: head.is_http10 };
+        let terms = Terms { added: &added, is_http10: head.is_http10, broken: BROKEN_EVENTS, wants_done: false };
         self.tail = self.wants_usage(endpoint).then(Tail::default);
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
         let teaches = self.api.is_some() && begun.head.status == 200 && begun.head.event_stream;
-        let heard = Heard { progress: |progress| sent.progress(progress, endpoint, teaches, at), tail };
+        let heard =
+            Heard { progress: |progress| sent.progress(progress, &self.local.service, endpoint, teaches, at), tail };
         let reusable = relay::relay(client, &mut upstream, begun, terms, heard, &proxy.limits, &proxy.buffers).await?;
         if reusable && written.is_ok() && !head.is_http10 {
             pool.put(upstream, proxy.limits.upstream_idle_connections_max);
@@ -418,9 +463,20 @@ impl Attempt<'_> {
         Ok(if close { Next::Close } else { Next::Request })
     }
 
-    /// The rank that the endpoint is told to serve the request with: where it has several and follows the header, and the
-    /// client does not choose one itself.
-    fn conveyed_rank(&self, decision: &Decision) -> Option<Rank> {
+    /// What the endpoint is sent: the client's body as it came, or with the ids of its prompt, where the rule hands them
+    /// on and the endpoint's engine takes them.
+    fn outgoing(&self, sent: &Sent<'_>, endpoint: &Endpoint) -> Outgoing {
+        let (lines, buffer) = (self.lines_for_endpoint(sent.rank), self.proxy.buffers.small());
+        let list = sent.ids.filter(|_| endpoint.shared.takes_ids());
+        let body = &self.request.bytes[self.request.head.len..];
+        match list.and_then(|list| handed::with_ids(self.local.service.engine, body, list)) {
+            Some(body) => Outgoing::with_body(&self.request, &lines, &body, buffer),
+            None => Outgoing::new(&self.request, &lines, buffer),
+        }
+    }
+
+    /// See [`conveyed_rank`].
+    pub(super) fn conveyed_rank(&self, decision: &Decision) -> Option<Rank> {
         let service = &self.local.service;
         let several = service.kv.as_ref().is_some_and(|kv| kv.ranks > 1);
         let follows = several && service.endpoints[decision.endpoint.index()].shared.conveys_rank();
@@ -458,9 +514,11 @@ impl Attempt<'_> {
 
     /// Tokens of the prompt that the endpoint will have to compute: where the prompt is not known, as many as its bytes
     /// usually are.
-    fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
+    pub(super) fn uncached_tokens(&self, score: &Score, decision: &Decision) -> u64 {
         match score {
-            Score::Runs { prompt_tokens, .. } => prompt_tokens.saturating_sub(decision.hit_tokens),
+            Score::Runs { prompt_tokens, .. } => {
+                prompt_tokens.saturating_sub(decision.hit_tokens + decision.claimed_tokens)
+            }
             Score::NotAsked | Score::Miss(_) => self.guessed_tokens(),
         }
     }
@@ -478,7 +536,7 @@ impl Attempt<'_> {
         }
         match fault {
             Fault::Client(Interrupt::ClientGone | Interrupt::TimedOut) => count(&stats.client_gone),
-            Fault::Client(Interrupt::Cut | Interrupt::CloseIdle) => {}
+            Fault::Client(Interrupt::Cut | Interrupt::CloseIdle | Interrupt::OtherLeg) => {}
             Fault::Broken => count(&stats.broken_answers),
             Fault::Died => {
                 return Failure::Refuse(Refusal::BackendUnreachable(

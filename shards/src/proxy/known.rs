@@ -40,7 +40,7 @@ fn asks_body(service: &Service) -> bool {
 
 /// Whether texts that were sent are remembered.
 pub fn is_cache_aware(service: &Service) -> bool {
-    service.pd.is_some_and(|pd| pd.cache_aware)
+    service.pd.as_ref().is_some_and(|pd| pd.cache_aware)
 }
 
 impl Known {
@@ -77,6 +77,11 @@ impl Known {
         known
     }
 
+    /// Where its session was sent before.
+    pub fn pin(&self, proxy: &Proxy) -> Option<Pin> {
+        self.session.and_then(|key| proxy.affinity.borrow().get(key, now_s()))
+    }
+
     /// As the decision takes it; where sessions and texts went before is looked up now.
     pub fn facts<'a>(
         &self,
@@ -85,7 +90,7 @@ impl Known {
         evidence: Evidence<'a>,
         tried: &'a [EndpointIndex],
     ) -> Facts<'a> {
-        let session = self.session.and_then(|key| proxy.affinity.borrow().get(key, now_s()));
+        let session = self.pin(proxy);
         let trie = local.trie.as_ref().and_then(|trie| trie.borrow().find(&self.text));
         Facts {
             tried,

@@ -17,7 +17,9 @@ mod claiming;
 mod client;
 mod evidence;
 mod exchange;
+mod handed;
 mod known;
+mod legs;
 mod models;
 mod outgoing;
 mod relay;
@@ -36,6 +38,7 @@ use monoio::net::TcpStream;
 
 use crate::affinity::{Affinity, LocalAffinity};
 use crate::claims::Claims;
+use crate::disagg::context::RequestNumbers;
 use crate::executor::{Aside, Ticket, breathe, turn};
 use crate::ids::ShardId;
 use crate::limits::Limits;
@@ -69,6 +72,7 @@ pub struct Proxy {
     draining: Cell<bool>,
     affinity: RefCell<LocalAffinity>,
     request_ids: outgoing::RequestIds,
+    disagg_numbers: RequestNumbers,
     /// Decisions so far, for what takes turns.
     turns: Cell<u32>,
 }
@@ -84,6 +88,7 @@ impl Proxy {
         affinity: &Arc<Affinity>,
         aside: Option<Aside>,
     ) -> Self {
+        let request_ids = outgoing::RequestIds::default();
         let prefixes = RefCell::new(PrefixCache::new(limits.prompt_cache_bytes));
         Proxy {
             id,
@@ -99,8 +104,9 @@ impl Proxy {
             aside,
             asked: Rc::default(),
             draining: Cell::new(false),
+            disagg_numbers: RequestNumbers::new(id, request_ids.random() as u8),
+            request_ids,
             affinity: RefCell::new(LocalAffinity::new(affinity)),
-            request_ids: outgoing::RequestIds::default(),
             turns: Cell::new(0),
         }
     }

@@ -36,6 +36,14 @@ impl Default for RequestIds {
 }
 
 impl RequestIds {
+    /// Random bits that are not met again for long.
+    #[must_use]
+    pub fn random(&self) -> u64 {
+        let state = self.0.get().wrapping_add(0x9e37_79b9_7f4a_7c15);
+        self.0.set(state);
+        mix(state)
+    }
+
     /// The next id: 32 hexadecimal digits, not to be foreseen from outside and, over a fleet's life, not met again.
     #[must_use]
     pub fn next(&self) -> String {
@@ -85,6 +93,18 @@ impl Outgoing {
         let rest_from = head.len + copied;
         buffer.extend_from_slice(&bytes[head.len..rest_from]);
         Outgoing { first: buffer, rest_from }
+    }
+
+    /// The request with another body, which is announced by its own length. `buffer` is empty.
+    #[must_use]
+    pub fn with_body(request: &Request, added: &[u8], body: &[u8], mut buffer: Vec<u8>) -> Self {
+        let Request { bytes, head, .. } = request;
+        let mut lines = Vec::with_capacity(head.len + added.len());
+        edit::copy_head(&bytes[..head.len], &head.dropped, added, &mut lines);
+        buffer.reserve(lines.len() + 32 + body.len());
+        edit::with_length(&lines, body.len(), &mut buffer);
+        buffer.extend_from_slice(body);
+        Outgoing { first: buffer, rest_from: bytes.len() }
     }
 
     /// Writes it. Gives back the buffer, and the request's bytes.
@@ -138,6 +158,15 @@ mod tests {
             assert_eq!((out.first.len() - expected.len(), out.rest_from), (copied, text.len() + copied));
             assert_eq!(request.bytes, before);
         }
+    }
+
+    #[test]
+    fn another_body_goes_with_its_own_length() {
+        let request = request("POST /a HTTP/1.1\r\nHost: h\r\ncontent-length: 1\r\nTE: trailers\r\n\r\n", b"x");
+        let out = Outgoing::with_body(&request, b"A: 1\r\n", b"other", Vec::new());
+        let expected = "POST /a HTTP/1.1\r\nHost: h\r\nA: 1\r\nContent-Length: 5\r\n\r\nother";
+        assert_eq!(String::from_utf8(out.first).as_deref(), Ok(expected));
+        assert_eq!(out.rest_from, request.bytes.len(), "nothing of the client's body follows");
     }
 
     #[test]

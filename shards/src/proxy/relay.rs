@@ -3,10 +3,10 @@
 //! One buffer is held: it is read into, written out, and only then read into again, so a client that does not take its
 //! bytes stops the reading of its endpoint.
 
-use super::answer::BROKEN_STREAM_EVENT;
 use super::client::{Buffers, Client};
 use super::upstream::Upstream;
 use super::watch::Interrupt;
+use crate::disagg::refusal::BrokenEvents;
 use crate::executor::breathe;
 use crate::http::response;
 use crate::http::{BodyTracker, Dechunker, ResponseBody, ResponseHead, edit};
@@ -98,6 +98,50 @@ pub struct Terms<'a> {
     pub added: &'a [u8],
     /// The client speaks HTTP/1.0: no chunks.
     pub is_http10: bool,
+    /// What the client is told where a stream of events breaks.
+    pub broken: BrokenEvents,
+    /// A stream of events ends with `[DONE]`, or it was cut.
+    pub wants_done: bool,
+}
+
+/// Waits until something of the body has come: engines send the head of a stream before they have anything to say, and
+/// until then the request may still be answered otherwise.
+///
+/// # Errors
+/// As [`begin`]; [`Fault::Died`] also where the answer ends without a byte of a body.
+pub async fn first_of_body(
+    client: &mut Client,
+    upstream: &mut Upstream,
+    begun: &mut Begun,
+    limits: &Limits,
+) -> Result<(), Fault> {
+    loop {
+        let come = &begun.buffer[begun.headroom + begun.head.len..];
+        match begun.head.body {
+            ResponseBody::None | ResponseBody::Length(0) => return Ok(()),
+            ResponseBody::Chunked => {
+                let zeros = come.iter().take_while(|byte| **byte == b'0').count();
+                match come.get(zeros) {
+                    Some(b'\r' | b';') if zeros > 0 => return Err(Fault::Died),
+                    Some(_) => return Ok(()),
+                    None => {}
+                }
+            }
+            _ if !come.is_empty() => return Ok(()),
+            _ => {}
+        }
+        begun.buffer.reserve(1);
+        let buffer = std::mem::take(&mut begun.buffer);
+        let read = client.guard(limits.first_byte_timeout, upstream.read(buffer)).await;
+        let (result, buffer) = read.map_err(|interrupt| match interrupt {
+            Interrupt::TimedOut => Fault::FirstByteTimeout,
+            interrupt => Fault::Client(interrupt),
+        })?;
+        begun.buffer = buffer;
+        if !matches!(result, Ok(1..)) {
+            return Err(Fault::Died);
+        }
+    }
 }
 
 /// How far an answer's body has come.
@@ -115,6 +159,34 @@ pub struct Heard<'a, F: FnMut(Progress)> {
     pub progress: F,
     /// Keeps its end.
     pub tail: Option<&'a mut Tail>,
+}
+
+/// What ends a body in chunks.
+const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
+
+/// Whether the event that ends a stream has gone by.
+struct DoneWatch {
+    seen: bool,
+    /// The last bytes that went by, in which it may have begun.
+    carry: Vec<u8>,
+}
+
+const DONE: &[u8] = b"[DONE]";
+
+impl DoneWatch {
+    fn new(wanted: bool) -> Self {
+        DoneWatch { seen: !wanted, carry: Vec::new() }
+    }
+
+    fn look(&mut self, bytes: &[u8]) {
+        if self.seen {
+            return;
+        }
+        // It stands near the end; what is in the middle of a long piece is an answer that quotes it.
+        self.carry.extend_from_slice(&bytes[bytes.len().saturating_sub(256)..]);
+        self.seen = memchr::memmem::find(&self.carry, DONE).is_some();
+        self.carry.drain(..self.carry.len().saturating_sub(DONE.len() - 1));
+    }
 }
 
 /// How the body goes by: as it is, or freed of its chunks.
@@ -186,8 +258,22 @@ pub async fn relay(
         if decode { Passage::Decoded(Dechunker::new(at)) } else { Passage::AsIs(BodyTracker::new(head.body)) };
     let until_close = head.body == ResponseBody::UntilClose;
     let mut began = false;
+    let mut done = DoneWatch::new(terms.wants_done && head.event_stream && head.status == 200);
     loop {
-        let passed = passage.pass(&mut buffer, at);
+        let mut passed = passage.pass(&mut buffer, at);
+        done.look(buffer.get(at..).unwrap_or_default());
+        if passed.done && !done.seen {
+            // The endpoint ended it in good order before its end: the client must not take it for a whole answer.
+            if !began {
+                return Err(Fault::Died);
+            }
+            if !buffer.ends_with(LAST_CHUNK) {
+                client.reset();
+                return Err(Fault::Broken);
+            }
+            buffer.truncate(buffer.len() - LAST_CHUNK.len());
+            passed.faulty = true;
+        }
         if let Some(tail) = &mut tail {
             tail.push(buffer.get(at..).unwrap_or_default());
         }
@@ -195,18 +281,27 @@ pub async fn relay(
             body_began = true;
             progress(Progress::Began);
         }
-        if passed.done {
+        if passed.done && !passed.faulty {
             progress(Progress::Ended);
         }
         if passed.faulty && !began {
             return Err(Fault::Malformed("the chunks of the endpoint's answer are malformed"));
         }
         if from < buffer.len() {
-            buffer = client.write(buffer, from, limits.write_timeout).await.map_err(Fault::Client)?;
+            buffer = match client.write(buffer, from, limits.write_timeout).await {
+                Ok(buffer) => buffer,
+                Err(interrupt) => {
+                    if interrupt == Interrupt::OtherLeg {
+                        // How much of the write came through is not known: nothing can follow it.
+                        client.reset();
+                    }
+                    return Err(Fault::Client(interrupt));
+                }
+            };
         }
         began = true;
         if passed.faulty {
-            end_broken(client, &passage, head.event_stream, limits).await;
+            end_broken(client, &passage, head.event_stream, terms.broken.died, limits).await;
             return Err(Fault::Broken);
         }
         if passed.done {
@@ -224,19 +319,23 @@ pub async fn relay(
         (result, buffer) = match read {
             Ok(read) => read,
             Err(Interrupt::TimedOut) => {
-                end_broken(client, &passage, head.event_stream, limits).await;
+                end_broken(client, &passage, head.event_stream, terms.broken.idle, limits).await;
                 return Err(Fault::Broken);
+            }
+            Err(Interrupt::OtherLeg) => {
+                end_broken(client, &passage, head.event_stream, terms.broken.other_leg, limits).await;
+                return Err(Fault::Client(Interrupt::OtherLeg));
             }
             Err(interrupt) => return Err(Fault::Client(interrupt)),
         };
         match result {
             Ok(1..) => {}
-            Ok(0) if until_close => {
+            Ok(0) if until_close && done.seen => {
                 buffers.give_back(buffer);
                 return Ok(false);
             }
             Ok(0) | Err(_) => {
-                end_broken(client, &passage, head.event_stream, limits).await;
+                end_broken(client, &passage, head.event_stream, terms.broken.died, limits).await;
                 return Err(Fault::Broken);
             }
         }
@@ -246,13 +345,16 @@ pub async fn relay(
 /// Ends an answer that broke, so that no client can take it for a whole one: chunks stay without their last, a length
 /// unfulfilled; a stream of events gets an event that says so, where one can stand. All that the passage went over has
 /// been written.
-async fn end_broken(client: &mut Client, passage: &Passage, event_stream: bool, limits: &Limits) {
+async fn end_broken(client: &mut Client, passage: &Passage, event_stream: bool, broken: &'static str, limits: &Limits) {
     let event = match passage {
-        Passage::AsIs(BodyTracker::Chunked(scanner)) if event_stream && scanner.at_boundary() => {
-            format!("{:x}\r\n{BROKEN_STREAM_EVENT}\r\n", BROKEN_STREAM_EVENT.len())
+        // Where the endpoint sent its last chunk too early, that was held back.
+        Passage::AsIs(tracker @ BodyTracker::Chunked(scanner))
+            if event_stream && (scanner.at_boundary() || tracker.is_done()) =>
+        {
+            format!("{:x}\r\n{broken}\r\n", broken.len())
         }
         Passage::AsIs(BodyTracker::Length(_) | BodyTracker::Chunked(_)) => return,
-        Passage::AsIs(BodyTracker::UntilClose) | Passage::Decoded(_) if event_stream => BROKEN_STREAM_EVENT.to_owned(),
+        Passage::AsIs(BodyTracker::UntilClose) | Passage::Decoded(_) if event_stream => broken.to_owned(),
         Passage::AsIs(BodyTracker::UntilClose) | Passage::Decoded(_) => return client.reset(),
     };
     // The client's connection is closed next, whatever comes of this.

@@ -17,13 +17,15 @@ use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{
     Api, Begun, BodyView, Glimpse, Job, Keying, Model, ModelTable, Pending, PrefixCache, Question, Rendering, Step,
+    may_bring_ids,
 };
 use crate::route::Evidence;
-use crate::service::{Engine, EngineRender, KvExact, MissReason, Service};
+use crate::service::{KvExact, MissReason, Service};
 use crate::usage::{Statement, Usage};
 
 use super::Proxy;
 use super::client::Buffers;
+use super::handed::{List, SLICE_IDS};
 use super::routes::{LocalService, RequestView};
 
 /// What is known of a request's prompt.
@@ -73,13 +75,15 @@ pub struct PromptKeys {
     others: Vec<InSpace>,
     /// The first block with the other begin-of-text, in the service's own keys.
     other_bos: Option<OtherBos>,
+    /// The ids of the whole prompt as a JSON list, where they are to be handed on.
+    ids: Option<Box<[u8]>>,
 }
 
 #[cfg(test)]
 impl PromptKeys {
     /// Keys of the service's own space alone.
     pub fn of(own: Vec<BlockKey>) -> Self {
-        PromptKeys { own, others: Vec::new(), other_bos: None }
+        PromptKeys { own, others: Vec::new(), other_bos: None, ids: None }
     }
 }
 
@@ -89,6 +93,13 @@ impl Score {
     pub fn first_block(&self) -> Option<(BlockKey, bool)> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         keys.own.first().map(|first| (*first, !runs.is_empty()))
+    }
+
+    /// The ids of the whole prompt as a JSON list; none where they are not handed on, or not certain.
+    #[must_use]
+    pub fn ids(&self) -> Option<&[u8]> {
+        let Score::Runs { keys, .. } = self else { return None };
+        keys.ids.as_deref()
     }
 
     /// The prompt as claims see it; none where nothing of it can be claimed. The request's hash stands for what was not
@@ -269,24 +280,27 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
     let forms = forms(kv, body, request);
     // Holders of other keys need every token: what is remembered of the prompt then is of no use.
     let others_hold = has_other_spaces(reader) || forms.len() > 1;
-    let begun = if others_hold {
-        prompt.begin(&mut PrefixCache::new(0))
-    } else {
-        prompt.begin(&mut means.prefixes.borrow_mut())
-    };
+    // So do ids that are handed on.
+    let hands_on =
+        kv.send_ids && may_bring_ids(api, body) && local.service.endpoints.iter().any(|e| e.shared.takes_ids());
+    let sees_all = others_hold || hands_on;
+    let begun =
+        if sees_all { prompt.begin(&mut PrefixCache::new(0)) } else { prompt.begin(&mut means.prefixes.borrow_mut()) };
     let made = match begun {
         Ok(Begun::Job(job)) => Ok(job),
         Ok(Begun::Pending(pending)) => {
-            if !others_hold
+            if !sees_all
                 && let Some(glimpse) = pending.glimpse()
                 && let Some(score) = of_glimpse(glimpse, reader, &ticket, means).await
             {
                 return score;
             }
-            prepare(pending, others_hold, &mut ticket, means).await
+            prepare(pending, sees_all, &mut ticket, means).await
         }
         Err(reason) => Err(reason),
     };
+    // What an engine renders in code may mean more to it than the ids.
+    let hands_on = hands_on && made.is_ok();
     let list;
     let begun = match made.map_err(|reason| (reason, prompt.question(kv, reason))) {
         Ok(job) => Ok(job),
@@ -313,6 +327,9 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
     let others = if others_hold { other_walks(&mut job, reader, kv, &forms) } else { Vec::new() };
     let own = InSpace::new(SpaceIndex::OWN, None);
     job.watch_bos(prompt.keying);
+    if hands_on {
+        job.keep_ids();
+    }
     let bos = &local.service.shared.bos;
     let mut work = Work { job: Some(job), own, others, means };
     loop {
@@ -321,6 +338,9 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
             Ok(None) => ticket.breathe().await,
             Ok(Some(Score::Runs { prompt_tokens, runs, mut keys })) => {
                 keys.other_bos = work.other_bos(|| bos.place(prompt.model.slug()));
+                if hands_on {
+                    keys.ids = work.ids(&ticket).await;
+                }
                 return Score::Runs { prompt_tokens, runs, keys };
             }
             Ok(Some(score)) => return score,
@@ -332,7 +352,7 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
 /// Has a large prompt read or rendered elsewhere, while others have the ticket.
 async fn prepare<'a>(
     mut pending: Pending<'_, 'a>,
-    others_hold: bool,
+    sees_all: bool,
     ticket: &mut Pace,
     means: Means<'_>,
 ) -> Result<Job<'a>, MissReason> {
@@ -354,7 +374,7 @@ async fn prepare<'a>(
     ticket.take(means.ticket).await;
     let mut prepared = prepared?;
     means.buffers.give_back(std::mem::take(&mut prepared.spare));
-    if others_hold {
+    if sees_all {
         pending.finish(prepared, &mut PrefixCache::new(0))
     } else {
         pending.finish(prepared, &mut means.prefixes.borrow_mut())
@@ -438,15 +458,7 @@ impl<'a> Prompt<'a> {
 
     /// What an engine may be asked instead, where only it knows the text.
     fn question(&self, kv: &KvExact, reason: MissReason) -> Option<Question> {
-        let way = kv.engine_render?;
-        if !matches!(reason, MissReason::EngineRendered | MissReason::TemplateMissing) {
-            return None;
-        }
-        // Before vLLM 0.33 `/tokenize` renders them by a template, unlike its chats.
-        if way == EngineRender::Tokenize && self.model.is_harmony() && self.rendering.engine == Engine::Vllm {
-            return None;
-        }
-        Question::of(self.api, self.body, self.rendering.engine, way)
+        Question::after(reason, self.api, self.body, self.model, self.rendering.engine, kv.engine_render?)
     }
 }
 
@@ -561,6 +573,24 @@ impl Work<'_> {
         Some(OtherBos { model: model()?, adds, first })
     }
 
+    /// The ids of the whole prompt as a JSON list, its rest read for them alone; none where they are not certain.
+    async fn ids(&mut self, pace: &Pace) -> Option<Box<[u8]>> {
+        let job = self.job.as_mut()?;
+        while job.step().ok()? == Step::More {
+            if job.is_long_next() {
+                turn().await;
+            } else {
+                pace.breathe().await;
+            }
+        }
+        let mut list = List::default();
+        for ids in job.ids()?.chunks(SLICE_IDS) {
+            pace.breathe().await;
+            list.push(ids);
+        }
+        list.finish()
+    }
+
     /// One slice: some keys, and how far the holders go along with them. The inventory is not held beyond it.
     fn slice(&mut self, reader: &Reader) -> Result<Option<Score>, MissReason> {
         let Some(job) = &mut self.job else { return Err(MissReason::Hashes) };
@@ -588,7 +618,12 @@ impl Work<'_> {
             // An engine has stored the very blocks that the template led to.
             job.confirm_template();
         }
-        let keys = PromptKeys { own: job.keys().to_vec(), others: std::mem::take(&mut self.others), other_bos: None };
+        let keys = PromptKeys {
+            own: job.keys().to_vec(),
+            others: std::mem::take(&mut self.others),
+            other_bos: None,
+            ids: None,
+        };
         Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs, keys }))
     }
 }

@@ -5,7 +5,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -29,6 +29,21 @@ pub enum Interrupt {
     CloseIdle,
     /// The shard's time to drain is over.
     Cut,
+    /// The request's other leg failed: see [`Companion`].
+    OtherLeg,
+}
+
+/// What goes on beside whatever else the connection's task waits for: the other leg of its request. What it owns is given
+/// up with it.
+pub type Companion = Pin<Box<dyn Future<Output = Verdict>>>;
+
+/// How a companion ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Well: the task's own wait goes on.
+    Well,
+    /// The task's own wait is of no use any more: it ends with [`Interrupt::OtherLeg`].
+    Interrupts,
 }
 
 /// The supervision of one connection, seen by its task and by the shard.
@@ -91,11 +106,16 @@ impl Watch {
     }
 }
 
-/// Waits for `future`, for the deadline, and for the client to leave, whichever is first.
+/// Waits for `future`, for the deadline, for the companion to fail, and for the client to leave, whichever is first.
 ///
 /// # Errors
 /// What interrupted the wait. The future is dropped then: the connection it reads or writes must be given up with it.
-pub async fn guarded<F: Future>(reader: &mut ReadAhead, watch: &Watch, future: F) -> Result<F::Output, Interrupt> {
+pub async fn guarded<F: Future>(
+    reader: &mut ReadAhead,
+    watch: &Watch,
+    companion: &mut Option<Companion>,
+    future: F,
+) -> Result<F::Output, Interrupt> {
     let mut future = pin!(future);
     std::future::poll_fn(|context| {
         if let Poll::Ready(output) = future.as_mut().poll(context) {
@@ -103,6 +123,14 @@ pub async fn guarded<F: Future>(reader: &mut ReadAhead, watch: &Watch, future: F
         }
         if let Some(interrupt) = watch.poll(context) {
             return Poll::Ready(Err(interrupt));
+        }
+        if let Some(beside) = companion
+            && let Poll::Ready(verdict) = beside.as_mut().poll(context)
+        {
+            *companion = None;
+            if verdict == Verdict::Interrupts {
+                return Poll::Ready(Err(Interrupt::OtherLeg));
+            }
         }
         reader.poll_watch(context).map(|_| Err(Interrupt::ClientGone))
     })

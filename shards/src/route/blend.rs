@@ -37,11 +37,12 @@ pub(super) struct Choice {
     pub(super) cost: u64,
 }
 
-/// Chooses among the holders, of which the best has `most`; none if there are no holders.
+/// Chooses among the holders, of which the best has `most`; none if there are no holders. [`Blend::Ttft`] is not
+/// chosen by here: it looks at all candidates, and counts as `off` among the holders.
 pub(super) fn choose(kv: &KvExact, most: u64, rows: &Rows, ties: &mut Ties) -> Option<Choice> {
     match kv.blend {
-        Blend::Off => longest(rows, ties),
-        Blend::Hard | Blend::Adaptive | Blend::Ttft => bounded(factor(kv, rows), most, rows, ties),
+        Blend::Off | Blend::Ttft => longest(rows, ties),
+        Blend::Hard | Blend::Adaptive => bounded(factor(kv, rows), most, rows, ties),
         Blend::Soft | Blend::AdaptiveSoft => cheapest(kv, most, rows, ties),
     }
 }

@@ -40,6 +40,7 @@ mod relief;
 mod rows;
 mod select;
 mod tier15;
+mod ttft;
 
 use crate::ids::{EndpointIndex, ShardId};
 use crate::load::LoadTable;

@@ -2,8 +2,9 @@
 
 use std::sync::atomic::Ordering;
 
+use super::ttft::Busy;
 use crate::ids::{EndpointIndex, ShardId};
-use crate::load::View;
+use crate::load::{Load, View};
 use crate::service::{Role, Service};
 
 /// Most blocks that an engine's cache counts as; more would only be a lie, or beyond what multiplies without overflow.
@@ -22,6 +23,8 @@ pub struct Turn {
     pub(super) owed: Vec<i64>,
     /// Rounds of weighted round robin by which this shard is ahead at its first.
     pub(super) ahead: usize,
+    /// How often prompts were found being computed.
+    pub(super) busy: Busy,
     /// A row per endpoint, filled anew for each decision.
     pub(super) rows: Rows,
 }
@@ -31,7 +34,7 @@ impl Turn {
     #[must_use]
     pub fn starting_at(shard: ShardId) -> Self {
         let place = shard.index();
-        Turn { next: place, ties: Ties(u32::from(shard.0)), owed: Vec::new(), ahead: place, rows: Rows::default() }
+        Turn { next: place, ties: Ties(u32::from(shard.0)), ahead: place, ..Turn::default() }
     }
 }
 
@@ -81,6 +84,8 @@ pub(super) struct Rows {
     pub(super) candidate: Vec<bool>,
     /// Requests in flight.
     pub(super) load: Vec<u32>,
+    /// The same by what they wait for.
+    pub(super) flight: Vec<Load>,
     /// Blocks of its engine's cache, at most `CAPACITY_MAX`; 0 = not known.
     capacity: Vec<u32>,
     /// What the best of its runs is worth, in hundredths of a token in device memory.
@@ -123,6 +128,7 @@ impl Rows {
         let count = service.endpoints.len();
         self.candidate.clear();
         self.load.clear();
+        self.flight.clear();
         self.capacity.clear();
         self.worth.clear();
         self.worth.resize(count, 0);
@@ -138,6 +144,7 @@ impl Rows {
             self.candidate.push(candidate);
             if !candidate {
                 self.load.push(0);
+                self.flight.push(Load::default());
                 self.capacity.push(0);
                 continue;
             }
@@ -146,6 +153,7 @@ impl Rows {
             let load = in_flight.requests();
             let capacity = shared.engine.blocks().map_or(0, |blocks| blocks.min(CAPACITY_MAX));
             self.load.push(load);
+            self.flight.push(in_flight);
             self.capacity.push(capacity);
             self.candidates += 1;
             self.total += u64::from(load);
@@ -163,7 +171,8 @@ impl Rows {
     /// Looks at a candidate's load again, other shards' included: what they publish is a moment old, and a winner is not
     /// passed over for a request that has ended. True if it is another one.
     pub(super) fn look_again(&mut self, service: &Service, place: usize, loads: View<'_>) -> bool {
-        let load = loads.exact(service.endpoints[place].shared.slot).requests();
+        self.flight[place] = loads.exact(service.endpoints[place].shared.slot);
+        let load = self.flight[place].requests();
         let before = std::mem::replace(&mut self.load[place], load);
         self.total = self.total - u64::from(before) + u64::from(load);
         load != before

@@ -6,8 +6,9 @@
 use super::decision::Reason;
 use super::facts::Facts;
 use super::rows::{Rows, Turn, cap};
+use super::ttft;
 use crate::ids::EndpointIndex;
-use crate::service::{Endpoint, Select, Service};
+use crate::service::{Blend, Endpoint, Select, Service};
 
 /// Chooses a candidate; none if there are none.
 pub(super) fn choose(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> Option<(usize, Reason)> {
@@ -26,10 +27,21 @@ pub(super) fn choose(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> O
         (Select::PrefixHash, Some(key)) => by_hash(service, key, &turn.rows, |_| 1),
         (Select::WeightedHash, Some(key)) => by_hash(service, key, &turn.rows, |endpoint| endpoint.weight),
         (Select::BoundedHash, Some(key)) => bounded(service, key, turn),
+        (Select::Expected, _) if service.kv.as_ref().is_some_and(|kv| kv.blend == Blend::Ttft) => {
+            least_work(service, facts, turn)
+        }
         (Select::Expected | Select::RoundRobin, _)
         | (Select::PrefixHash | Select::WeightedHash | Select::BoundedHash, None) => round_robin(turn),
     };
     place.map(|place| (place, Reason::Sel(select)))
+}
+
+/// The candidate with the least expected time, whatever any has of the prompt; equals in turn.
+fn least_work(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> Option<usize> {
+    let Turn { rows, ties, busy, .. } = turn;
+    let kv = service.kv.as_ref()?;
+    rows.worth.fill(0);
+    ttft::choose(service, kv, facts.prompt_tokens(), &[], rows, (ties, busy)).map(|(place, _)| place)
 }
 
 /// The next candidate in order.

@@ -1,15 +1,16 @@
 //! Tier 1.5: the endpoint by what it has of the prompt.
 
-use super::blend;
+use super::blend::{self, Choice};
 use super::decision::{Decision, Reason, Terms, Tier};
 use super::facts::{Claimed, Evidence, Facts};
 use super::overlap::{DEVICE_WORTH, block_tokens, overlap};
 use super::relief::{relief, seed};
-use super::rows::{Rows, Turn};
+use super::rows::{Rows, Ties, Turn};
+use super::ttft::{self, Busy};
 use crate::ids::EndpointIndex;
 use crate::inventory::Run;
 use crate::load::View;
-use crate::service::{KvExact, MissReason, Service};
+use crate::service::{Blend, KvExact, MissReason, Service};
 
 /// Requests in flight up to which an endpoint gets more of what it is about to have, also where the fleet-wide cap is
 /// lower: so many cold prompts that come at once with the same beginning wait for one of them.
@@ -28,28 +29,37 @@ pub(super) fn decide(
         Evidence::Scored { prompt_tokens, runs } => (prompt_tokens, runs),
     };
     let prompt = Prompt { kv, tokens: prompt_tokens, runs };
-    let Turn { rows, ties, .. } = turn;
+    let Turn { rows, ties, busy, .. } = turn;
     let most = match overlap(kv, prompt_tokens, runs, rows) {
         Ok(most) => most,
         Err(reason @ (MissReason::NoWorker | MissReason::Excluded)) => {
-            let claim = claimed(kv, facts.claims, 0, rows).ok_or(reason)?;
+            let claim = match kv.blend {
+                Blend::Ttft => cheapest_claim(service, &prompt, facts.claims, rows, (ties, busy)),
+                _ => claimed(kv, facts.claims, 0, rows),
+            };
+            let claim = claim.ok_or(reason)?;
             return Ok(prompt.by_claim(claim, Some(reason), rows));
         }
         Err(reason) => return Err(reason),
     };
-    let (winner, mut decision) = match claimed(kv, facts.claims, most, rows) {
-        Some(claim) => (claim.endpoint.index(), prompt.by_claim(claim, None, rows)),
+    let claim = (kv.blend != Blend::Ttft).then(|| claimed(kv, facts.claims, most, rows)).flatten();
+    let of_blend = match claim {
+        Some(claim) => Some((claim.endpoint.index(), prompt.by_claim(claim, None, rows))),
         None => {
-            let mut found = by_overlap(&prompt, most, rows, ties);
+            let mut choose = |rows: &mut Rows| match kv.blend {
+                Blend::Ttft => by_cost(service, &prompt, most, facts.claims, rows, (&mut *ties, &mut *busy)),
+                _ => blend::choose(kv, most, rows, ties).map(|choice| by_overlap(&prompt, most, choice, rows)),
+            };
+            let found = choose(rows);
             let passed_over = found.as_ref().and_then(|(_, decision)| decision.spilled_from);
-            if let Some(passed_over) = passed_over
-                && rows.look_again(service, passed_over.index(), loads)
-            {
-                found = by_overlap(&prompt, most, rows, ties);
+            if passed_over.is_some_and(|passed_over| rows.look_again(service, passed_over.index(), loads)) {
+                choose(rows)
+            } else {
+                found
             }
-            found.ok_or(MissReason::NoWorker)?
         }
     };
+    let (winner, mut decision) = of_blend.ok_or(MissReason::NoWorker)?;
     decision.best_tokens = blend::best(most, rows).map_or(0, |place| prompt.hit_at(place, rows).1);
     // What has nothing yet at the claimed endpoint is no hit, and is neither counted nor diverted.
     if decision.tier == Tier::KvExact
@@ -61,10 +71,48 @@ pub(super) fn decide(
     Ok(decision)
 }
 
-/// The holder by the blend, and who relieves it. Returns the holder and the decision.
-fn by_overlap(prompt: &Prompt<'_>, most: u64, rows: &Rows, ties: &mut super::rows::Ties) -> Option<(usize, Decision)> {
+/// The candidate by expected time, and who relieves it: what it has now is a hit, and where it has nothing but what it
+/// will have stored soon, it is placed by that.
+fn by_cost(
+    service: &Service,
+    prompt: &Prompt<'_>,
+    most: u64,
+    claims: &[Claimed],
+    rows: &mut Rows,
+    means: (&mut Ties, &mut Busy),
+) -> Option<(usize, Decision)> {
+    let (place, cost) = ttft::choose(service, prompt.kv, prompt.tokens, claims, rows, means)?;
+    match best_claim(claims, place) {
+        Some(claim) if whole_blocks(prompt.kv, claim).saturating_mul(DEVICE_WORTH) > rows.worth[place] => {
+            Some((place, prompt.by_claim(claim, None, rows)))
+        }
+        _ => Some(by_overlap(prompt, most, Choice { place, cap: 0, cost }, rows)),
+    }
+}
+
+/// The claim of the candidate with the least expected time, where it has one; nobody has anything of the prompt now.
+fn cheapest_claim(
+    service: &Service,
+    prompt: &Prompt<'_>,
+    claims: &[Claimed],
+    rows: &mut Rows,
+    means: (&mut Ties, &mut Busy),
+) -> Option<Claimed> {
+    if claims.is_empty() {
+        return None;
+    }
+    let (place, _) = ttft::choose(service, prompt.kv, prompt.tokens, claims, rows, means)?;
+    best_claim(claims, place)
+}
+
+fn best_claim(claims: &[Claimed], place: usize) -> Option<Claimed> {
+    let own = claims.iter().filter(|claim| claim.endpoint.index() == place);
+    own.max_by_key(|claim| claim.tokens).copied()
+}
+
+/// The blend's choice, and who relieves it. Returns the choice's place and the decision.
+fn by_overlap(prompt: &Prompt<'_>, most: u64, choice: Choice, rows: &Rows) -> (usize, Decision) {
     let kv = prompt.kv;
-    let choice = blend::choose(kv, most, rows, ties)?;
     let winner = choice.place;
     let spilled = rows.worth[winner] < most;
     let reason = if spilled { Reason::Blend } else { Reason::Overlap };
@@ -80,7 +128,7 @@ fn by_overlap(prompt: &Prompt<'_>, most: u64, rows: &Rows, ties: &mut super::row
             decision = Decision { reason: Reason::Relief, ..prompt.moved(decision, relieving, rows) };
         }
     }
-    Some((winner, decision))
+    (winner, decision)
 }
 
 /// The candidate that will have most of the prompt soon, where that is more than anybody has now, and where it is not too
@@ -89,11 +137,17 @@ fn claimed(kv: &KvExact, claims: &[Claimed], most: u64, rows: &Rows) -> Option<C
     let bound = |claim: &Claimed| rows.fleet_cap(claim.endpoint.index(), kv.mean_load_factor).max(CLAIM_LOAD);
     let load = |claim: &Claimed| rows.load[claim.endpoint.index()];
     let more = |claim: &&Claimed| {
-        claim.tokens.saturating_mul(DEVICE_WORTH) > most
+        whole_blocks(kv, **claim).saturating_mul(DEVICE_WORTH) > most
             && rows.is_candidate(claim.endpoint)
             && u64::from(load(claim)) < bound(claim)
     };
     claims.iter().filter(more).min_by_key(|claim| (u64::MAX - claim.tokens, load(claim))).copied()
+}
+
+/// A claim's tokens in whole blocks: the end of a prompt that fills none is never held.
+pub(super) fn whole_blocks(kv: &KvExact, claim: Claimed) -> u64 {
+    let block = u64::from(kv.block_tokens.max(1));
+    claim.tokens / block * block
 }
 
 /// A prompt that was scored.

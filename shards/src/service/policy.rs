@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use crate::disagg::auth::AuthKey;
+use crate::disagg::ladder::Ladder;
+
 /// Selection of an endpoint where no tier above decides (`sel`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Select {
@@ -160,7 +163,7 @@ impl Role {
 }
 
 /// Prefill and decode on separate endpoints (`pd_disagg_mode`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Disagg {
     /// Whether Tier 1, the tree of prompts that were sent, takes part (`pd_cache_aware_mode`).
     pub cache_aware: bool,
@@ -170,6 +173,30 @@ pub struct Disagg {
     pub balance_threshold: u8,
     /// Where SGLang's prefill engines are met (`pdBootstrapPort`).
     pub bootstrap_port: u16,
+    /// vLLM's prefill engines bring their blocks, instead of having them fetched (`pdNixlPush`).
+    pub push: bool,
+    /// What signs TensorRT-LLM's generation legs (`pdAuthKeyFile`); none = they are not signed.
+    pub auth_key: Option<AuthKey>,
+    /// Least time that a prefill leg is given, whatever its prompt (`LLB_PD_PREFILL_TIMEOUT_SEC`).
+    pub prefill_floor: Duration,
+    /// How many requests are let in (`LLB_PD_MAX_INFLIGHT_PER_EP` and its like).
+    pub ladder: Ladder,
+}
+
+impl Default for Disagg {
+    /// As a rule has it that only says `pd_disagg_mode`.
+    fn default() -> Self {
+        Disagg {
+            cache_aware: false,
+            cache_threshold: 20,
+            balance_threshold: 3,
+            bootstrap_port: 8998,
+            push: false,
+            auth_key: None,
+            prefill_floor: Duration::from_secs(30),
+            ladder: Ladder::default(),
+        }
+    }
 }
 
 /// Sessions of a service: their endpoints are remembered.

@@ -1,60 +1,14 @@
 //! What a running gateway knows of its engines: verdicts, alarms, and the drains of TensorRT-LLM.
 
-use std::time::Duration;
-
 use serde_json::Value;
 
 use super::report::Report;
-use crate::discovery::Call;
-
-/// Longest wait for one answer.
-const TIMEOUT: Duration = Duration::from_secs(10);
-/// Largest answer, bytes: that of several thousand streams.
-const ANSWER_BYTES_MAX: usize = 16 << 20;
-
-/// A gateway's management API.
-pub(super) struct Gateway {
-    /// As it was given.
-    pub(super) url: String,
-    host: String,
-}
-
-impl Gateway {
-    /// A gateway by its address, with or without `http://`.
-    pub(super) fn at(url: &str) -> Result<Self, String> {
-        let host = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/');
-        if host.is_empty() || host.contains('/') || !host.contains(':') {
-            return Err(format!("{url}: expected something like http://127.0.0.1:11111"));
-        }
-        Ok(Gateway { url: url.to_owned(), host: host.to_owned() })
-    }
-
-    /// Asks for a path below the API's base.
-    pub(super) async fn get(&self, path: &str) -> Result<Value, String> {
-        let path = format!("/netlox/v1{path}");
-        let failed = |why: String| format!("{}{path}: {why}", self.host);
-        let mut found = tokio::net::lookup_host(&self.host).await.map_err(|error| failed(error.to_string()))?;
-        let address = found.next().ok_or_else(|| failed("the name has no address".to_owned()))?;
-        let call = Call {
-            address,
-            path: &path,
-            authorization: None,
-            body: None,
-            answer_bytes_max: ANSWER_BYTES_MAX,
-            timeout: TIMEOUT,
-        };
-        let reply = call.ask().await.map_err(|error| failed(error.to_string()))?;
-        match reply.status {
-            200 => serde_json::from_slice(&reply.body).map_err(|error| failed(error.to_string())),
-            status => Err(failed(format!("status {status}: {}", String::from_utf8_lossy(&reply.body)))),
-        }
-    }
-}
+use crate::cli::inquiry::Gateway;
 
 /// Asks the gateway for what it knows, and reports.
-pub(super) async fn check(gateway: &Gateway, report: &mut Report) {
+pub(super) fn check(gateway: &Gateway, report: &mut Report) {
     let subject = format!("gateway {}", gateway.url);
-    let parity = match gateway.get("/config/ai/kv/parity").await {
+    let parity = match gateway.get("/config/ai/kv/parity") {
         Ok(parity) => parity,
         Err(why) => {
             let fix = "give the address of [admin] listen; it answers only where it listens";
@@ -66,7 +20,7 @@ pub(super) async fn check(gateway: &Gateway, report: &mut Report) {
         return report.wrong(&subject, "reach", "what answers there is no kvlane gateway", fix);
     }
     report.right(&subject, "reach", "its management API answers");
-    if let Ok(rules) = gateway.get("/config/loadbalancer/all").await {
+    if let Ok(rules) = gateway.get("/config/loadbalancer/all") {
         list(&rules, "lbAttr").iter().for_each(|rule| report_address(&rule["serviceArguments"], report));
     }
     for endpoint in list(&parity, "endpoints") {

@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use clap::Args;
 
+use super::inquiry::Gateway;
 use super::{Outcome, outcome_of};
 use crate::config::{Config, ConfigError};
 use crate::rules::Rule;
@@ -118,8 +119,8 @@ fn print(args: &DoctorArgs, report: &Report) -> Outcome {
 
 /// Makes all checks; the error is a wrong command.
 async fn examine(args: &DoctorArgs, config: Option<&Config>, report: &mut Report) -> Result<(), String> {
-    let url = args.url.as_deref().map(gateway::Gateway::at).transpose()?;
-    let peer = args.peer.as_deref().map(gateway::Gateway::at).transpose()?;
+    let url = args.url.as_deref().map(Gateway::at).transpose()?;
+    let peer = args.peer.as_deref().map(Gateway::at).transpose()?;
     if let Some(config) = config {
         let (mut cases, mut library) = (Vec::new(), engine::Library::default());
         for rule in &config.rules {
@@ -139,10 +140,10 @@ async fn examine(args: &DoctorArgs, config: Option<&Config>, report: &mut Report
         events::check(cases, listen, report).await;
     }
     if let Some(url) = &url {
-        gateway::check(url, report).await;
+        gateway::check(url, report);
     }
     if let Some(peer) = &peer {
-        peer::check(peer, url.as_ref(), config, report).await;
+        peer::check(peer, url.as_ref(), config, report);
     }
     Ok(())
 }

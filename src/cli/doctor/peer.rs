@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::gateway::Gateway;
 use super::report::Report;
+use crate::cli::inquiry::Gateway;
 use crate::config::Config;
 use crate::models;
 use crate::rules::{Nonce, contract_of};
@@ -21,19 +21,19 @@ const COMPARED: [(&str, &str, &str); 4] = [
 ];
 
 /// Compares another gateway with ours: the one at `url`, else the configuration.
-pub(super) async fn check(peer: &Gateway, url: Option<&Gateway>, config: Option<&Config>, report: &mut Report) {
+pub(super) fn check(peer: &Gateway, url: Option<&Gateway>, config: Option<&Config>, report: &mut Report) {
     let subject = format!("peer {}", peer.url);
     let nonce = match Nonce::draw() {
         Ok(nonce) => nonce,
         Err(error) => return report.unknown(&subject, "reach", error.to_string(), "no random numbers can be had"),
     };
     let path = format!("/config/ai/kv/contract?nonce={}", nonce.to_hex());
-    let theirs = match peer.get(&path).await {
+    let theirs = match peer.get(&path) {
         Ok(theirs) => theirs,
         Err(why) => return report.wrong(&subject, "reach", why, "give the address of its [admin] listen"),
     };
     let ours = match (url, config) {
-        (Some(url), _) => match url.get(&path).await {
+        (Some(url), _) => match url.get(&path) {
             Ok(ours) => ours,
             // Said already, where it was asked for its parity.
             Err(_) => return,

@@ -67,7 +67,7 @@ enum Protocol {
 
 /// A gateway's management API.
 #[derive(Debug)]
-pub(super) struct Client {
+pub(in crate::cli) struct Client {
     host: String,
     port: u16,
     timeout: Duration,
@@ -92,12 +92,35 @@ impl Client {
             port: args.port,
             timeout: Duration::from_secs(args.timeout.max(1)),
             authorization: token.map(|token| if args.bearer { format!("Bearer {token}") } else { token }),
-            tls: if tls { Some(tls_config(args)?) } else { None },
+            tls: if tls { Some(tls_config(args.cacert.as_deref(), args.insecure)?) } else { None },
+        })
+    }
+
+    /// A gateway by its address: `http://HOST:PORT`, `https://HOST:PORT` (its certificate must be known to the system), or
+    /// without a scheme. No token is shown.
+    pub(in crate::cli) fn at(url: &str) -> Result<Self, Ended> {
+        let (tls, rest) = match url.split_once("://") {
+            Some(("https", rest)) => (true, rest),
+            Some(("http", rest)) => (false, rest),
+            Some(_) => (false, ""),
+            None => (false, url),
+        };
+        let parts =
+            rest.trim_end_matches('/').rsplit_once(':').and_then(|(host, port)| Some((host, port.parse().ok()?)));
+        let (host, port) = parts
+            .filter(|(host, _)| !host.is_empty() && !host.contains('/'))
+            .ok_or_else(|| Ended::Usage(format!("{url}: expected something like http://127.0.0.1:11111")))?;
+        Ok(Client {
+            host: host.trim_start_matches('[').trim_end_matches(']').to_owned(),
+            port,
+            timeout: Duration::from_secs(10),
+            authorization: None,
+            tls: if tls { Some(tls_config(None, false)?) } else { None },
         })
     }
 
     /// Asks for a path under the base and understands the answer.
-    pub(super) fn ask(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value, Ended> {
+    pub(in crate::cli) fn ask(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value, Ended> {
         let at = || format!("{}:{}", self.host, self.port);
         let answer = self
             .exchange(method, path, body)
@@ -175,15 +198,15 @@ fn read_token(path: &Path) -> Result<String, Ended> {
     Ok(text.trim().to_owned())
 }
 
-fn tls_config(args: &ServerArgs) -> Result<Arc<ClientConfig>, Ended> {
+fn tls_config(cacert: Option<&Path>, insecure: bool) -> Result<Arc<ClientConfig>, Ended> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()
         .map_err(|why| Ended::Usage(why.to_string()))?;
-    let config = if args.insecure {
+    let config = if insecure {
         builder.dangerous().with_custom_certificate_verifier(Arc::new(AnyCertificate(provider))).with_no_client_auth()
     } else {
-        builder.with_root_certificates(roots(args.cacert.as_deref())?).with_no_client_auth()
+        builder.with_root_certificates(roots(cacert)?).with_no_client_auth()
     };
     Ok(Arc::new(config))
 }

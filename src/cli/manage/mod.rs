@@ -16,7 +16,8 @@ use clap::{Args, Subcommand};
 use serde_json::Value;
 
 use super::Outcome;
-use client::{Client, ServerArgs};
+pub(super) use client::Client;
+use client::ServerArgs;
 use ports::{Ports, each_port};
 
 pub(super) use create::CreateLb;
@@ -30,7 +31,7 @@ pub(super) enum Create {
     #[command(visible_alias = "loadbalancer")]
     Lb(Box<CreateLb>),
     /// A host of engines: shown again, and without effect.
-    Endpoint(CreateEndpoint),
+    Endpoint(Box<CreateEndpoint>),
 }
 
 /// What `create endpoint` is told.

@@ -70,6 +70,8 @@ pub struct Job<'a> {
     special: bool,
     /// The first block with the other begin-of-text.
     other_bos: Option<OtherBos>,
+    /// All tokens so far, where they are wanted.
+    ids: Option<Vec<u32>>,
     /// What the engine cuts off.
     cut_off: Option<CutOff>,
     /// The tokens of one piece.
@@ -276,6 +278,20 @@ impl<'a> Job<'a> {
         self.other_bos = Some(other_bos);
     }
 
+    /// Keeps the ids of all tokens. Only for a job that began without a cache and before its first slice: tokens that
+    /// were remembered are not known any more.
+    pub fn keep_ids(&mut self) {
+        debug_assert_eq!(self.bytes_done, 0, "every token is seen");
+        self.ids = Some(self.prefix.clone());
+    }
+
+    /// The ids of the whole prompt; none before its end, where its end has none, or where they were not kept.
+    #[must_use]
+    pub fn ids(&self) -> Option<&[u32]> {
+        let is_whole = matches!(self.source, Source::Done) && self.cut_off.is_none();
+        self.ids.as_deref().filter(|_| is_whole)
+    }
+
     /// The first block's key if the prompt began the other way, and whether that is with a begin-of-text token; none
     /// where nobody asked ([`Job::watch_bos`]) or no block is full yet.
     #[must_use]
@@ -469,6 +485,9 @@ impl<'a> Job<'a> {
         }
         if let Some(other) = &mut self.other_bos {
             other.feed(&self.piece);
+        }
+        if let Some(ids) = &mut self.ids {
+            ids.extend_from_slice(&self.piece);
         }
         self.piece.clear();
     }

@@ -212,6 +212,7 @@ impl<'o, 'a> Opening<'o, 'a> {
             prefix: self.prefix,
             special: self.special,
             other_bos: None,
+            ids: None,
             cut_off: self.truncation.map(|kept| CutOff { kept, open: Vec::new() }),
             piece: Vec::new(),
             scratch: Vec::new(),

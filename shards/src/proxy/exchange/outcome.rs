@@ -18,14 +18,14 @@ const PARTS_SOUGHT: usize = 16 * 1024;
 
 impl Attempt<'_> {
     /// Whether the end of the endpoint's answer is kept, for what it says of the cache.
-    pub(super) fn wants_usage(&self, endpoint: &Endpoint) -> bool {
+    pub(in crate::proxy) fn wants_usage(&self, endpoint: &Endpoint) -> bool {
         let statements = &endpoint.shared.usage;
         let compares = self.local.service.kv.is_some() && statements.tells();
         self.api.is_some() && !self.skips_cache && (compares || statements.look())
     }
 
     /// Says what the endpoint that has answered must hold now, for parity by use.
-    pub(super) fn predict(&self, score: &Score, endpoint: EndpointIndex, rank: Option<Rank>) {
+    pub(in crate::proxy) fn predict(&self, score: &Score, endpoint: EndpointIndex, rank: Option<Rank>) {
         let Some(reader) = &self.local.reader else { return };
         let predictions = &self.local.service.endpoints[endpoint.index()].shared.predictions;
         if !predictions.wanted() {
@@ -46,7 +46,13 @@ impl Attempt<'_> {
 
     /// Says what the answer's `usage` proves or denies of the endpoint's blocks.
     pub(super) fn compare_usage(&self, score: &Score, endpoint: EndpointIndex, rank: Option<Rank>) {
-        let Some(usage) = self.tail.as_ref().and_then(Tail::usage) else { return };
+        if let Some(usage) = self.tail.as_ref().and_then(Tail::usage) {
+            self.compare(score, endpoint, rank, usage);
+        }
+    }
+
+    /// The same of an answer that was read here.
+    pub(in crate::proxy) fn compare(&self, score: &Score, endpoint: EndpointIndex, rank: Option<Rank>, usage: Usage) {
         let statements = &self.local.service.endpoints[endpoint.index()].shared.usage;
         if usage.cached_tokens.is_some() {
             statements.set_tells();
@@ -97,7 +103,7 @@ impl Attempt<'_> {
     }
 
     /// Counts a decision that is carried out.
-    pub(super) fn count_decision(&self, score: &Score, decision: &Decision) {
+    pub(in crate::proxy) fn count_decision(&self, score: &Score, decision: &Decision) {
         let service = &self.local.service;
         let shared = service.shared.stats_of(self.proxy.id);
         count(&shared.tiers[decision.tier as usize]);

@@ -9,7 +9,7 @@ fn pools(cache_aware: bool) -> Fleet {
     for (index, endpoint) in fleet.service.endpoints.iter_mut().enumerate() {
         endpoint.role = if index == 6 { Role::Normal } else { [Role::Prefill, Role::Decode][index % 2] };
     }
-    let pd = Disagg { cache_aware, cache_threshold: 20, balance_threshold: 3, bootstrap_port: 8998 };
+    let pd = Disagg { cache_aware, cache_threshold: 20, balance_threshold: 3, ..Disagg::default() };
     fleet.service.pd = Some(pd);
     fleet
 }

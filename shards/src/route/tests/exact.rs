@@ -280,3 +280,40 @@ fn a_hit_that_spilled_can_still_be_the_seeded_one() {
     let both = Brief { endpoint: EndpointIndex(2), seeded_from: Some(EndpointIndex(0)), ..spilled };
     assert_eq!(fleet.scored(LONG, &[(0, 9)]), both);
 }
+
+#[test]
+fn what_will_be_stored_soon_draws_equal_prompts_to_it_up_to_a_bound_and_is_no_hit() {
+    let claim = |endpoint, tokens| Claimed { endpoint: EndpointIndex(endpoint), rank: Some(Rank(3)), tokens };
+    let with = |fleet: &mut Fleet, runs: &[Run], claims: &[Claimed]| {
+        let evidence = Evidence::Scored { prompt_tokens: LONG, runs };
+        fleet.with_facts(&Facts { claims, ..Facts::of(evidence) }).expect("candidates")
+    };
+    let decision = with(&mut Fleet::new(4).loads(&[0, 0, 3, 0]), &[], &[claim(2, LONG)]);
+    assert_eq!((decision.endpoint.0, decision.tier, decision.reason), (2, Tier::Claim, Reason::Claim));
+    assert_eq!((decision.rank, decision.hit_blocks, decision.claimed_tokens), (Some(Rank(3)), 0, LONG));
+    assert_eq!(decision.miss, Some(MissReason::NoWorker), "nobody has anything");
+    // Nobody waits behind more than 8, but for where all have as much to do: 8, and ⌈175 × 40 / 400⌉ = 18.
+    assert_eq!(with(&mut Fleet::new(4).loads(&[0, 0, 7, 0]), &[], &[claim(2, LONG)]).endpoint.0, 2);
+    assert_eq!(with(&mut Fleet::new(4).loads(&[0, 0, 8, 0]), &[], &[claim(2, LONG)]).tier, Tier::Select);
+    assert_eq!(with(&mut Fleet::new(4).loads(&[8, 8, 16, 8]), &[], &[claim(2, LONG)]).endpoint.0, 2);
+    assert_eq!(with(&mut Fleet::new(4).loads(&[7, 7, 18, 8]), &[], &[claim(2, LONG)]).tier, Tier::Select);
+    // It decides against what is held where it is more of it: by a block, and not by the end of a prompt.
+    let held = [run(1, 0, 5)];
+    assert_eq!(with(&mut Fleet::new(4), &held, &[claim(2, 95)]).endpoint.0, 1);
+    let decision = with(&mut Fleet::new(4), &held, &[claim(2, 96)]);
+    assert_eq!((decision.endpoint.0, decision.tier, decision.best_tokens), (2, Tier::Claim, 80));
+    // What the endpoint has already is a hit.
+    let decision = with(&mut Fleet::new(4), &held, &[claim(1, 160)]);
+    assert_eq!((decision.tier, decision.hit_tokens, decision.claimed_tokens), (Tier::KvExact, 80, 80));
+    // An endpoint that cannot be chosen draws nobody.
+    assert_eq!(with(&mut Fleet::new(4).down(&[2]), &held, &[claim(2, LONG), claim(9, LONG)]).endpoint.0, 1);
+}
+
+#[test]
+fn a_claim_is_no_tick_of_the_seed() {
+    let mut fleet = Fleet::new(3).cold(1, 0).kv(|kv| kv.seed_every = 1);
+    let claims = [Claimed { endpoint: EndpointIndex(2), rank: None, tokens: LONG }];
+    let evidence = Evidence::Scored { prompt_tokens: LONG, runs: &[] };
+    assert_eq!(fleet.with_facts(&Facts { claims: &claims, ..Facts::of(evidence) }).expect("candidates").endpoint.0, 2);
+    assert_eq!(fleet.service.shared.seed_ticks.load(Ordering::Relaxed), 0);
+}

@@ -15,6 +15,7 @@ mod disagg;
 mod exact;
 mod property;
 mod select;
+mod ttft;
 
 const SHARD: ShardId = ShardId(0);
 /// Enough tokens that the cap of the saving plays no part: 100 blocks and one token.

@@ -80,7 +80,7 @@ fn fleet_of(drawn: &[Drawn], ruled: Ruled) -> Fleet {
     let mut fleet = Fleet::new(drawn.len() as u16)
         .kv(|kv| (kv.blend, kv.spill_relief, kv.seed_every) = (ruled.blend, ruled.relief, ruled.every));
     fleet.service.select = ruled.select;
-    let pd = Disagg { cache_aware: true, cache_threshold: 20, balance_threshold: 3, bootstrap_port: 8998 };
+    let pd = Disagg { cache_aware: true, ..Disagg::default() };
     fleet.service.pd = ruled.pd.then_some(pd);
     for (endpoint, drawn) in fleet.service.endpoints.iter_mut().zip(drawn) {
         (endpoint.weight, endpoint.backup, endpoint.retired) = (drawn.weight, drawn.backup, drawn.retired);
