@@ -38,12 +38,16 @@ pub fn free_port() -> u16 {
     listener.local_addr().expect("a bound socket has an address").port()
 }
 
-/// The first of so many TCP ports of 127.0.0.1 in a row that were free a moment ago.
+/// The first of so many TCP ports of 127.0.0.1 in a row that were free a moment ago. They are below those that the kernel
+/// hands out, so that neither a connection nor another test's [`free_port`] gets in between.
 pub fn free_ports(count: u16) -> u16 {
+    use std::sync::atomic::{AtomicU16, Ordering};
+    static NEXT: AtomicU16 = AtomicU16::new(0);
     wait_for("ports in a row are free", || {
-        let first = free_port();
-        let last = first.checked_add(count - 1)?;
-        (first..=last).all(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()).then_some(first)
+        // Test binaries that run at the same time begin elsewhere.
+        let first = std::process::id() as u16 % 128 * 64 + NEXT.fetch_add(count, Ordering::Relaxed);
+        let first = 20_000 + first % 12_000;
+        (first..first + count).all(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok()).then_some(first)
     })
 }
 
