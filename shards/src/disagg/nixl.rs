@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use crate::prompt::{Splice, SpliceError};
 
 /// Bytes of `kv_transfer_params` that are handed on; the decode engine computes the prompt again beyond it.
-pub const PARAMS_BYTES_MAX: usize = 64 * 1024;
+pub const PARAMS_BYTES_MAX: usize = 4 * 1024 * 1024;
 
 /// What asks a prefill engine to keep its blocks for another.
 const ASK: &[u8] = br#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
