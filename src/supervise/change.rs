@@ -6,6 +6,7 @@
 use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use shards::ids::ServiceId;
 use tracing::{error, info};
@@ -14,6 +15,9 @@ use crate::rules::{Rule, RuleKey};
 
 use super::registry::{Events, Prepared};
 use super::{ApplyError, Entry, Listeners, Origin, RegistryError, Selector, Supervisor, resolve, sockets};
+
+/// Pause before a busy address is tried again.
+const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
 /// What a change is about.
 #[derive(Default)]
@@ -67,6 +71,22 @@ impl Supervisor {
         let key = rule.key.clone();
         self.change(Change { put: vec![(rule, origin)], drop: Vec::new() }).await?;
         Ok(Arc::clone(self.registry.find(&key).expect("a change puts what it is given in force")))
+    }
+
+    /// As [`Supervisor::apply`], at the start: the kernel lets go of a killed process's listening sockets a moment after it
+    /// is gone, while its rings are still taken down, so a busy address is tried again until `patience` is over.
+    ///
+    /// # Errors
+    /// Why not; nothing was changed.
+    pub async fn apply_at_start(&mut self, rule: &Rule, origin: &Origin, patience: Instant) -> Result<(), ApplyError> {
+        loop {
+            match self.apply(rule.clone(), origin.clone()).await {
+                Err(ApplyError::Bind(bind)) if bind.is_busy() && Instant::now() < patience => {
+                    tokio::time::sleep(BUSY_PAUSE).await;
+                }
+                result => return result.map(|_| ()),
+            }
+        }
     }
 
     pub(super) async fn remove(&mut self, selector: &Selector) -> Result<usize, ApplyError> {
