@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use tokio::signal::unix::{SignalKind, signal};
@@ -18,6 +19,9 @@ use crate::logs::LogSwitch;
 use crate::supervise::{Origin, Supervisor};
 
 use super::{Outcome, descriptors, outcome_of, reload};
+
+/// How long addresses of rules may be busy at the start.
+const BUSY_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Where a gateway that serves can be reached.
 #[derive(Clone, Copy, Debug)]
@@ -165,9 +169,10 @@ pub async fn run(
     };
     let mut supervisor = Supervisor::start(&config, &plan)?;
     let mut failures = Vec::new();
-    for rule in config.rules.clone() {
+    let patience = Instant::now() + BUSY_PATIENCE;
+    for rule in &config.rules {
         let key = rule.key.to_string();
-        if let Err(error) = supervisor.apply(rule, Origin::File).await {
+        if let Err(error) = supervisor.apply_at_start(rule, &Origin::File, patience).await {
             failures.push(format!("rule {key}: {error}"));
         }
     }
@@ -175,7 +180,7 @@ pub async fn run(
         supervisor.run(std::future::ready(())).await;
         bail!("{}", failures.join("\n"));
     }
-    supervisor.take_up(&config.kv_defaults).await;
+    supervisor.take_up(&config.kv_defaults, patience).await;
     let control = supervisor.control();
     let reached = Ready { admin: api.address(), metrics: metrics.as_ref().map(Door::address) };
     let mut doors = JoinSet::new();

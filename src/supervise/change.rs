@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shards::ids::ServiceId;
 use tracing::{error, info};
@@ -15,6 +15,9 @@ use crate::rules::{Rule, RuleKey};
 
 use super::registry::{Events, Prepared};
 use super::{ApplyError, Entry, Listeners, Origin, RegistryError, Selector, Supervisor, resolve, sockets};
+
+/// Pause before a busy address is tried again.
+const BUSY_PAUSE: Duration = Duration::from_millis(20);
 
 /// What a change is about.
 #[derive(Default)]
@@ -33,10 +36,6 @@ pub enum Scope {
     /// The management API's.
     Api,
 }
-
-/// How often a busy address is asked for again, and after how long.
-const BUSY_TRIES: u32 = 10;
-const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
 impl Scope {
     fn has(self, origin: &Origin) -> bool {
@@ -72,6 +71,22 @@ impl Supervisor {
         let key = rule.key.clone();
         self.change(Change { put: vec![(rule, origin)], drop: Vec::new() }).await?;
         Ok(Arc::clone(self.registry.find(&key).expect("a change puts what it is given in force")))
+    }
+
+    /// As [`Supervisor::apply`], at the start: the kernel lets go of a killed process's listening sockets a moment after it
+    /// is gone, while its rings are still taken down, so a busy address is tried again until `patience` is over.
+    ///
+    /// # Errors
+    /// Why not; nothing was changed.
+    pub async fn apply_at_start(&mut self, rule: &Rule, origin: &Origin, patience: Instant) -> Result<(), ApplyError> {
+        loop {
+            match self.apply(rule.clone(), origin.clone()).await {
+                Err(ApplyError::Bind(bind)) if bind.is_busy() && Instant::now() < patience => {
+                    tokio::time::sleep(BUSY_PAUSE).await;
+                }
+                result => return result.map(|_| ()),
+            }
+        }
     }
 
     pub(super) async fn remove(&mut self, selector: &Selector) -> Result<usize, ApplyError> {
@@ -176,7 +191,7 @@ impl Supervisor {
 
     /// Keeps the entries over a restart, binds what they need and hands them to the shards; on failure all is as before.
     async fn switch_to(&mut self, entries: &[Arc<Entry>]) -> Result<(), ApplyError> {
-        let sockets = self.bind(entries).await?;
+        let sockets = self.bind(entries)?;
         self.keep(entries).await?;
         let result = self.switch_shards(entries, &sockets).await;
         if result.is_err() {
@@ -191,33 +206,16 @@ impl Supervisor {
     }
 
     /// Sockets for the addresses that nobody listens at yet.
-    async fn bind(&self, entries: &[Arc<Entry>]) -> Result<Listeners, ApplyError> {
+    fn bind(&self, entries: &[Arc<Entry>]) -> Result<Listeners, ApplyError> {
         let mut ours: Vec<SocketAddr> = self.listeners.keys().copied().collect();
         let mut sockets = Listeners::new();
         for listen in entries.iter().map(|entry| entry.rule.key.listen()) {
             if !ours.contains(&listen) {
-                sockets.insert(listen, self.sockets(listen, &ours).await?);
+                sockets.insert(listen, sockets::listen(listen, self.parts.shards.len(), self.backlog, &ours)?);
                 ours.push(listen);
             }
         }
         Ok(sockets)
-    }
-
-    /// Sockets for one address. The kernel may hold those of a killed process for a moment after it is gone (its rings are
-    /// torn down behind its back), so a busy address is asked for again.
-    async fn sockets(
-        &self,
-        listen: SocketAddr,
-        ours: &[SocketAddr],
-    ) -> Result<Vec<Option<std::net::TcpListener>>, sockets::BindError> {
-        let mut left = BUSY_TRIES;
-        loop {
-            match sockets::listen(listen, self.parts.shards.len(), self.backlog, ours) {
-                Err(error) if error.is_busy() && left > 0 => left -= 1,
-                result => return result,
-            }
-            tokio::time::sleep(BUSY_PAUSE).await;
-        }
     }
 
     async fn switch_shards(&mut self, entries: &[Arc<Entry>], sockets: &Listeners) -> Result<(), ApplyError> {

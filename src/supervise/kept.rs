@@ -13,7 +13,7 @@ use std::net::IpAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -197,7 +197,7 @@ impl Supervisor {
 
     /// Puts the rules of the last run that came over the API in force again. The configuration file's are there already
     /// and win; a rule that is refused stays in the file and is reported.
-    pub async fn take_up(&mut self, defaults: &KvDefaults) {
+    pub async fn take_up(&mut self, defaults: &KvDefaults, patience: Instant) {
         for rule in self.store.waiting.clone() {
             let key = rule.key.key();
             if self.registry.find(&key).is_some() {
@@ -207,7 +207,8 @@ impl Supervisor {
             let Some(body) = &rule.body else { continue };
             match checked(body, defaults) {
                 Ok(checked) if checked.key == key => {
-                    if let Err(why) = self.apply(checked, Origin::Api(Arc::new(body.clone()))).await {
+                    let origin = Origin::Api(Arc::new(body.clone()));
+                    if let Err(why) = self.apply_at_start(&checked, &origin, patience).await {
                         error!(rule = %key, %why, "a rule of the last run is not in force; it is kept for the next");
                     }
                 }

@@ -259,7 +259,10 @@ fn assert_other_leg(fleet: &Fleet, kind: EngineKind, cell: Cell, seen: &[usize],
         LegKind::Prefill => (LegKind::Decode, seen[1]),
         _ => (LegKind::Prefill, seen[0]),
     };
-    let legs = fleet.legs(other)[before..].to_vec();
+    let legs = wait_for(&format!("{what}: no leg goes on"), || {
+        let legs = fleet.legs(other)[before..].to_vec();
+        legs.iter().all(|leg| leg.ended.is_some()).then_some(legs)
+    });
     let hurts = !matches!(cell.failure, Failure::Slow | Failure::Leave);
     if cell.leg == LegKind::Prefill && hurts && kind != EngineKind::Sglang {
         assert!(legs.is_empty(), "{what}: nothing is decoded that was not prefilled: {legs:?}");

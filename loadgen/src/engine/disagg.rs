@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::{Json, State as Given};
+use axum::extract::{DefaultBodyLimit, Json, State as Given};
 use axum::http::StatusCode;
 use axum::routing::post;
 use serde::{Deserialize, Serialize};
@@ -31,6 +31,8 @@ use super::shared::Shared;
 
 /// What is said of a transfer whose prefill leg ended before its time: no fault of whoever comes for it.
 pub const ABORTED: &str = "was aborted";
+/// Bytes of a claim: it says again what a prefill leg's answer said, with the blocks of a long prompt.
+const CLAIM_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// Transfers remembered; the oldest is forgotten for another.
 const TRANSFERS_MAX: usize = 65_536;
 
@@ -213,7 +215,11 @@ impl Plane {
 
 /// The side channel's paths.
 pub fn router(shared: Arc<Shared>) -> Router {
-    Router::new().route("/claim", post(claim)).route("/moved", post(moved)).with_state(shared)
+    Router::new()
+        .route("/claim", post(claim))
+        .route("/moved", post(moved))
+        .layer(DefaultBodyLimit::max(CLAIM_BYTES_MAX))
+        .with_state(shared)
 }
 
 async fn claim(Given(shared): Given<Arc<Shared>>, Json(claim): Json<Claim>) -> (StatusCode, Json<Value>) {

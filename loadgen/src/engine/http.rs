@@ -156,7 +156,7 @@ async fn begin(
             flight.describe(LegKind::Decode, &keys);
             for claim in &decode.claims {
                 let fetched = disagg::fetch(decode.at, claim).await;
-                fetched.map_err(|error| match error.ends_with(disagg::ABORTED) {
+                fetched.map_err(|error| match error.contains(disagg::ABORTED) {
                     true => dialect::broken(error),
                     false => violation(dialect::broken(error)),
                 })?;
