@@ -229,7 +229,10 @@ fn explain_asks_an_engine_where_the_rule_says_so_and_else_says_why_not() {
 fn explain_keys_a_request_for_an_adapter_as_its_engine_does() {
     let directory = Directory::new("adapter");
     let text = std::fs::read_to_string(config(&directory)).expect("written");
-    let text = text.replace("kvBlockSize = 4", "kvBlockSize = 4\nkvAdapters = { tuned = { base = \"org/m\" } }");
+    let text = text.replace(
+        "kvBlockSize = 4",
+        "kvBlockSize = 4\nkvAdapters = { tuned = { base = \"org/m\", path = \"/adapters/tuned\" } }",
+    );
     let config = directory.file("adapters.toml", &text);
     let explain = |name: &str, model: &str| {
         let request = directory.file(name, &CHAT.replace("org/m", model));

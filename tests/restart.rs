@@ -145,7 +145,9 @@ impl Fleet {
 
     fn files(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(self.state.path()).expect("the directory is there");
-        entries.map(|entry| entry.expect("an entry").path()).collect()
+        let paths = entries.map(|entry| entry.expect("an entry").path());
+        // The rules made over the API have a file of their own.
+        paths.filter(|path| path.file_name().is_some_and(|name| name != "rules.json")).collect()
     }
 
     fn log_says(&self, words: &str) -> bool {

@@ -294,7 +294,7 @@ fn leave(args: &Args, at: SocketAddr, client: u64, next: &AtomicU64) -> anyhow::
         }
         let mut stream = TcpStream::connect(at)?;
         stream.set_nodelay(true)?;
-        stream.write_all(&request(number, args.prompt, number % 2 == 0))?;
+        stream.write_all(&request(number, args.prompt, number.is_multiple_of(2)))?;
         std::thread::sleep(Duration::from_micros(random.below(50_000) as u64));
         left.push((number, Instant::now()));
         drop(stream);

@@ -102,7 +102,19 @@ fn try_http(address: SocketAddr, method: &str, path: &str, body: &str) -> std::i
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
     let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
     let status = status.ok_or_else(|| std::io::Error::other(format!("no HTTP: {text:?}")))?;
-    Ok((status, body.to_owned()))
+    let chunked = head.to_ascii_lowercase().contains("transfer-encoding: chunked");
+    Ok((status, if chunked { of_chunks(body) } else { body.to_owned() }))
+}
+
+/// The body that chunks carry.
+fn of_chunks(mut chunks: &str) -> String {
+    let mut body = String::new();
+    while let Some((length, rest)) = chunks.split_once("\r\n") {
+        let length = usize::from_str_radix(length, 16).expect("a chunk's length");
+        body.push_str(&rest[..length]);
+        chunks = rest[length..].trim_start_matches("\r\n");
+    }
+    body
 }
 
 #[track_caller]

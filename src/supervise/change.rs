@@ -6,6 +6,7 @@
 use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use shards::ids::ServiceId;
 use tracing::{error, info};
@@ -32,6 +33,10 @@ pub enum Scope {
     /// The management API's.
     Api,
 }
+
+/// How often a busy address is asked for again, and after how long.
+const BUSY_TRIES: u32 = 10;
+const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
 impl Scope {
     fn has(self, origin: &Origin) -> bool {
@@ -85,7 +90,8 @@ impl Supervisor {
             Selector::Name(_) => 0,
         };
         if waiting > 0 {
-            self.keep(&self.registry.entries().to_vec()).await?;
+            let entries = self.registry.entries().to_vec();
+            self.keep(&entries).await?;
             self.publish();
         }
         Ok(count + waiting)
@@ -170,7 +176,7 @@ impl Supervisor {
 
     /// Keeps the entries over a restart, binds what they need and hands them to the shards; on failure all is as before.
     async fn switch_to(&mut self, entries: &[Arc<Entry>]) -> Result<(), ApplyError> {
-        let sockets = self.bind(entries)?;
+        let sockets = self.bind(entries).await?;
         self.keep(entries).await?;
         let result = self.switch_shards(entries, &sockets).await;
         if result.is_err() {
@@ -185,16 +191,33 @@ impl Supervisor {
     }
 
     /// Sockets for the addresses that nobody listens at yet.
-    fn bind(&self, entries: &[Arc<Entry>]) -> Result<Listeners, ApplyError> {
+    async fn bind(&self, entries: &[Arc<Entry>]) -> Result<Listeners, ApplyError> {
         let mut ours: Vec<SocketAddr> = self.listeners.keys().copied().collect();
         let mut sockets = Listeners::new();
         for listen in entries.iter().map(|entry| entry.rule.key.listen()) {
             if !ours.contains(&listen) {
-                sockets.insert(listen, sockets::listen(listen, self.parts.shards.len(), self.backlog, &ours)?);
+                sockets.insert(listen, self.sockets(listen, &ours).await?);
                 ours.push(listen);
             }
         }
         Ok(sockets)
+    }
+
+    /// Sockets for one address. The kernel may hold those of a killed process for a moment after it is gone (its rings are
+    /// torn down behind its back), so a busy address is asked for again.
+    async fn sockets(
+        &self,
+        listen: SocketAddr,
+        ours: &[SocketAddr],
+    ) -> Result<Vec<Option<std::net::TcpListener>>, sockets::BindError> {
+        let mut left = BUSY_TRIES;
+        loop {
+            match sockets::listen(listen, self.parts.shards.len(), self.backlog, ours) {
+                Err(error) if error.is_busy() && left > 0 => left -= 1,
+                result => return result,
+            }
+            tokio::time::sleep(BUSY_PAUSE).await;
+        }
     }
 
     async fn switch_shards(&mut self, entries: &[Arc<Entry>], sockets: &Listeners) -> Result<(), ApplyError> {

@@ -222,7 +222,8 @@ impl Supervisor {
         }
         self.forget_waiting();
         self.registry.forget();
-        if let Err(error) = self.keep(&self.registry.entries().to_vec()).await {
+        let entries = self.registry.entries().to_vec();
+        if let Err(error) = self.keep(&entries).await {
             error!(%error, "rules made from now on are refused until they can be kept");
         }
         self.publish();

@@ -70,6 +70,13 @@ fn endpoint(engine: &StubEngine) -> Value {
     json!({"endpointIP": "127.0.0.1", "targetPort": engine.address.port(), "weight": 1, "state": "", "counter": ""})
 }
 
+/// An engine of a KV-exact rule: on one host each publishes at a port of its own.
+fn publishing(engine: &StubEngine) -> Value {
+    let mut endpoint = endpoint(engine);
+    endpoint["kvZmqPort"] = json!(engine.address.port() ^ 1);
+    endpoint
+}
+
 fn rule(port: u16, endpoints: &[Value], more: &Value) -> Value {
     let mut arguments = json!({"externalIP": "127.0.0.1", "port": port, "protocol": "tcp", "sel": 0, "mode": 4});
     for (name, value) in more.as_object().expect("an object") {
@@ -154,14 +161,14 @@ fn a_post_makes_changes_and_refuses() {
     let api = Api::start(Options::default());
     let (one, two) = (StubEngine::start(), StubEngine::start());
     let port = free_port();
-    let whole = rule(port, &[endpoint(&one)], &json!({"kvExactMode": 3}));
+    let whole = rule(port, &[publishing(&one)], &json!({"kvExactMode": 3}));
     api.done("POST", LB, &whole);
     api.refused("POST", LB, &whole, 409, "lbrule-exists error");
     let shown = api.rules()[0].clone();
     api.refused("POST", LB, &shown, 409, "lbrule-exists error");
 
     // Changes in place keep number and id.
-    api.done("POST", LB, &rule(port, &[endpoint(&one), endpoint(&two)], &json!({"kvExactMode": 3, "sel": 4})));
+    api.done("POST", LB, &rule(port, &[publishing(&one), publishing(&two)], &json!({"kvExactMode": 3, "sel": 4})));
     let changed = api.rules()[0].clone();
     assert_eq!(changed["serviceArguments"]["sel"], 4);
     for name in ["service_id", "id"] {
@@ -175,9 +182,9 @@ fn a_post_makes_changes_and_refuses() {
         (json!({"kvExactMode": 3, "egress": true}), "cant modify rule: serviceArguments.egress"),
         (json!({"mode": 2}), "cant modify rule: serviceArguments.mode"),
     ] {
-        api.refused("POST", LB, &rule(port, &[endpoint(&one)], &more), 409, text);
+        api.refused("POST", LB, &rule(port, &[publishing(&one)], &more), 409, text);
     }
-    let mut secondary = rule(port, &[endpoint(&one)], &json!({"kvExactMode": 3}));
+    let mut secondary = rule(port, &[publishing(&one)], &json!({"kvExactMode": 3}));
     secondary["secondaryIPs"] = json!([{"secondaryIP": "10.0.0.1"}]);
     api.refused("POST", LB, &secondary, 409, "cant modify rule: secondaryIPs");
     api.refused("PATCH", &forms(port)[0], &json!({"sel": 0}), 409, "POST the whole rule");
@@ -195,7 +202,7 @@ fn a_post_makes_changes_and_refuses() {
         (json!({"kvExactMode": 3, "kvDpRankCount": 9}), "kv-dp-rank-count must be within 1..8 (0 = default 1)"),
         (json!({"pdBootstrapPort": 1}), "pd-bootstrap-port requires pd_disagg_mode=true and kv-engine-type sglang"),
     ] {
-        api.refused("POST", LB, &rule(free_port(), &[endpoint(&one)], &more), 400, text);
+        api.refused("POST", LB, &rule(free_port(), &[publishing(&one)], &more), 400, text);
     }
     for body in [json!([]), json!({}), json!({"serviceArguments": 1}), json!({"serviceArguments": {"port": 1}})] {
         api.refused("POST", LB, &body, 400, "");
@@ -218,24 +225,24 @@ fn endpoints_are_attached_and_detached_and_the_last_takes_the_rule_with_it() {
         body["serviceArguments"].as_object_mut().expect("an object").remove("sel");
         body
     };
-    api.refused("POST", LB, &oper(2, &[endpoint(&one)]), 404, "no-rule");
-    api.done("POST", LB, &rule(port, &[endpoint(&one)], &json!({"sel": 4, "kvExactMode": 3})));
-    api.done("POST", LB, &oper(1, &[endpoint(&two)]));
+    api.refused("POST", LB, &oper(2, &[publishing(&one)]), 404, "no-rule");
+    api.done("POST", LB, &rule(port, &[publishing(&one)], &json!({"sel": 4, "kvExactMode": 3})));
+    api.done("POST", LB, &oper(1, &[publishing(&two)]));
     let port_of = |engine: &StubEngine| json!(engine.address.port());
     assert_eq!(ports(), [(port_of(&one), json!(1)), (port_of(&two), json!(1))]);
     let shown = api.rules()[0]["serviceArguments"].clone();
     assert_eq!((&shown["sel"], &shown["kvExactMode"]), (&json!(4), &json!(3)));
-    api.refused("POST", LB, &oper(1, &[endpoint(&two)]), 409, "lbrule-exists error");
-    let mut heavier = endpoint(&two);
+    api.refused("POST", LB, &oper(1, &[publishing(&two)]), 409, "lbrule-exists error");
+    let mut heavier = publishing(&two);
     heavier["weight"] = json!(7);
     api.done("POST", LB, &oper(1, &[heavier]));
     assert_eq!(ports()[1].1, json!(7));
 
     let stranger = json!({"endpointIP": "127.0.0.9", "targetPort": 1});
     api.refused("POST", LB, &oper(2, &[stranger]), 404, "none of these endpoints");
-    api.done("POST", LB, &oper(2, &[endpoint(&one)]));
+    api.done("POST", LB, &oper(2, &[publishing(&one)]));
     assert_eq!(ports(), [(port_of(&two), json!(7))]);
-    api.done("POST", LB, &oper(2, &[endpoint(&two)]));
+    api.done("POST", LB, &oper(2, &[publishing(&two)]));
     assert_eq!(api.rules(), Vec::<Value>::new(), "the last endpoint takes the rule with it");
     api.done("POST", LB, &oper(1, &[endpoint(&one)]));
     assert_eq!(ports(), [(port_of(&one), json!(1))], "attaching to no rule makes it");

@@ -47,7 +47,7 @@ fn last_decode(fleet: &Fleet) -> LegView {
 /// Bodies as no JSON writer would write them.
 fn odd_bodies() -> Vec<Vec<u8>> {
     let model = loadgen::assets::DEMO_MODEL;
-    let long = "the lake is deep ".repeat((8 << 20) / 17);
+    let long = "the lake is deep ".repeat((8 << 20) / 17 + 1);
     let simple = |text: &str| {
         format!(
             "{{\"model\":\"{model}\",\"messages\":[{{\"role\":\"user\",\"content\":\"{text}\"}}],\"max_tokens\":3}}"

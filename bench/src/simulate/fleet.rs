@@ -196,8 +196,8 @@ pub fn run(trace: &Trace, setup: &Setup, policy: &mut Policy<'_>) -> Outcome {
     let mut incidents: VecDeque<_> = setup.incidents.iter().copied().collect();
     let half = trace.duration() / setup.pace / 2.0;
     let mut busy_before = None;
-    for number in 0..trace.requests.len() {
-        let now = trace.requests[number].at / setup.pace;
+    for (number, request) in trace.requests.iter().enumerate() {
+        let now = request.at / setup.pace;
         while let Some((at, incident)) = incidents.pop_front_if(|(at, _)| *at <= now) {
             fleet.run_until(at);
             if !fleet.carry_out(at, incident) {

@@ -105,6 +105,8 @@ impl Row {
     }
 }
 
+const TTFT: Kind = Kind::Blend(shards::service::Blend::Ttft);
+
 /// The busiest one's part over the mean.
 pub fn most_over_mean(parts: &[f64]) -> f64 {
     let sum: f64 = parts.iter().sum();
@@ -142,9 +144,10 @@ impl Cell {
         self.rows.iter().find(|row| row.kind == kind)
     }
 
-    /// The row that is least in something, the oracle left out.
+    /// The row of a policy other than `ttft` and the oracle that is least in something.
     pub fn least(&self, of: impl Fn(&Row) -> f64) -> Option<&Row> {
-        self.rows.iter().filter(|row| row.kind != Kind::Oracle).min_by(|a, b| of(a).total_cmp(&of(b)))
+        let others = self.rows.iter().filter(|row| ![TTFT, Kind::TtftNoRelief, Kind::Oracle].contains(&row.kind));
+        others.min_by(|a, b| of(a).total_cmp(&of(b)))
     }
 
     /// The whole cell as a table.
@@ -192,69 +195,77 @@ pub fn seconds(value: f64) -> String {
     }
 }
 
-/// One line per cell: `ttft` beside round robin, the best of the others, and the oracle.
+/// One line per cell: `ttft` beside round robin, the best of the others, and the oracle; mean and p90 of the time to the
+/// first token.
 pub fn summary(cells: &[Cell]) -> String {
-    let mut text = "| trace | workers | caches | load | round robin mean / p90 | best other: mean | best other: p90 | `ttft` mean / p90 \
-                    | oracle mean / p90 | hit tokens of best, `ttft` | max share |\n\
+    let mut text =
+        "| trace | workers | caches | load | round robin | best of the others | `ttft` | `ttft`, relief off | oracle \
+                    | hit tokens: best, `ttft`, relief off | max share |\n\
                     |---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n"
-        .to_owned();
-    let ttft = Kind::Blend(shards::service::Blend::Ttft);
-    let pair =
-        |row: Option<&Row>| row.map_or("-".to_owned(), |row| format!("{} / {}", seconds(row.mean), seconds(row.p90)));
+            .to_owned();
     for cell in cells {
-        let Some(own) = cell.row(ttft) else { continue };
-        let others = Cell { rows: cell.rows.iter().filter(|row| row.kind != ttft).copied().collect(), ..cell.clone() };
+        let Some(own) = cell.row(TTFT) else { continue };
+        let pair =
+            |kind| cell.row(kind).map_or("-".to_owned(), |row| format!("{} / {}", seconds(row.mean), seconds(row.p90)));
         let best = |of: fn(&Row) -> f64| {
-            others.least(of).map_or("-".to_owned(), |row| format!("{} ({})", seconds(of(row)), row.kind.name()))
+            cell.least(of).map_or("-".to_owned(), |row| format!("{} ({})", seconds(of(row)), row.kind.name()))
         };
-        let hits = others.least(|row| -row.hits).map_or(0.0, |row| row.hits);
+        let percent = |row: Option<&Row>| row.map_or("-".to_owned(), |row| format!("{:.1}", row.hits * 100.0));
         let _ = writeln!(
             text,
-            "| {} | {} | {} × | {:.0} % | {} | {} | {} | **{}** | {} | {:.1} %, {:.1} % | {:.2} |",
+            "| {} | {} | {} × | {:.0} % | {} | {} / {} | {} | {} | {} | {}, {}, {} % | {:.2} |",
             cell.trace,
             cell.workers,
             cell.caches,
             cell.load * 100.0,
-            pair(cell.row(Kind::RoundRobin)),
+            pair(Kind::RoundRobin),
             best(|row| row.mean),
             best(|row| row.p90),
-            pair(Some(own)),
-            pair(cell.row(Kind::Oracle)),
-            hits * 100.0,
-            own.hits * 100.0,
+            pair(TTFT),
+            pair(Kind::TtftNoRelief),
+            pair(Kind::Oracle),
+            percent(cell.least(|row| -row.hits)),
+            percent(Some(own)),
+            percent(cell.row(Kind::TtftNoRelief)),
             own.share,
         );
     }
     text
 }
 
-/// Where `ttft` is more than 3 % above the best policy in mean or p90, or above round robin at all.
+/// Where `ttft`, with relief or without, is more than 3 % above the best of the other policies in mean or p90, or above
+/// round robin at all.
 pub fn shortfalls(cells: &[Cell]) -> Vec<String> {
     const WITHIN: f64 = 1.03;
-    let ttft = Kind::Blend(shards::service::Blend::Ttft);
+    type Figure = (&'static str, fn(&Row) -> f64);
+    let figures: [Figure; 2] = [("mean", |row| row.mean), ("p90", |row| row.p90)];
     let mut found = Vec::new();
     for cell in cells {
-        let Some(own) = cell.row(ttft) else { continue };
-        let figures: [(&str, fn(&Row) -> f64); 2] = [("mean", |row| row.mean), ("p90", |row| row.p90)];
-        for (name, of) in figures {
-            let best = cell.least(of).filter(|best| of(own) > WITHIN * of(best));
-            let even = cell.row(Kind::RoundRobin).filter(|even| of(own) > of(even));
-            for other in [best, even].into_iter().flatten() {
-                found.push(format!(
-                    "{} on {} workers, caches {} ×, load {:.0} %: {name} TTFT {} with ttft, {} with {} ({:+.0} %)",
-                    cell.trace,
-                    cell.workers,
-                    cell.caches,
-                    cell.load * 100.0,
-                    seconds(of(own)),
-                    seconds(of(other)),
-                    other.kind.name(),
-                    (of(own) / of(other) - 1.0) * 100.0
-                ));
+        for own in [TTFT, Kind::TtftNoRelief].into_iter().filter_map(|kind| cell.row(kind)) {
+            for (name, of) in figures {
+                let best = cell.least(of).filter(|best| of(own) > WITHIN * of(best));
+                let even = cell.row(Kind::RoundRobin).filter(|even| of(own) > of(even));
+                let worse = |other: &Row| shortfall(cell, name, (own, of(own)), (other, of(other)));
+                found.extend([best, even].into_iter().flatten().map(worse));
             }
         }
     }
     found
+}
+
+fn shortfall(cell: &Cell, name: &str, (own, of_own): (&Row, f64), (other, of_other): (&Row, f64)) -> String {
+    format!(
+        "{} on {} workers, caches {} ×, load {:.0} %: {name} TTFT {} with {}, {} with {} ({:+.0} %)",
+        cell.trace,
+        cell.workers,
+        cell.caches,
+        cell.load * 100.0,
+        seconds(of_own),
+        own.kind.name(),
+        seconds(of_other),
+        other.kind.name(),
+        (of_own / of_other - 1.0) * 100.0
+    )
 }
 
 #[cfg(test)]

@@ -98,7 +98,7 @@ fn a_log_of_a_run_says_what_the_run_was() {
     assert_eq!(recording.trace.working_set_blocks(), trace.working_set_blocks());
     let setup = Setup { pace: 1.0, ..setup };
     let again = fleet::run(&recording.trace, &setup, &mut Policy::new(Kind::Recorded, &recording.endpoints));
-    assert_eq!(again.served.iter().map(|served| served.hit_tokens).sum::<u32>() > 0, true);
+    assert!(again.served.iter().map(|served| served.hit_tokens).sum::<u32>() > 0);
 }
 
 #[test]

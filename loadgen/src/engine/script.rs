@@ -70,7 +70,8 @@ struct Halves {
 impl Pieces for Halves {
     fn poll(&mut self, _: &mut Context<'_>) -> Poll<Option<Bytes>> {
         let next = self.rest.pop();
-        if next.is_none() {
+        if self.rest.is_empty() {
+            // The length that was announced is reached with it: nobody asks whether there is more.
             self.answer.complete();
         }
         Poll::Ready(next)

@@ -18,7 +18,7 @@ use super::scan::Scan;
 use crate::service::Engine;
 
 /// Bytes of source that are looked at.
-const GLIMPSE_BYTES: usize = if cfg!(test) { 1200 } else { 6 * 1024 };
+const GLIMPSE_BYTES: usize = if cfg!(test) { 1200 } else { 4 * 1024 };
 /// Bytes that are looked at beyond them for a place inside a message's content.
 const FURTHER_BYTES: usize = 4 * 1024;
 

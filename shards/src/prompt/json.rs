@@ -324,14 +324,15 @@ impl<'a> Reader<'a> {
 
     fn hex(&mut self) -> Result<u32, JsonError> {
         let digits = self.text.as_bytes().get(self.at..).and_then(|rest| rest.first_chunk::<4>());
-        let values = digits.ok_or(JsonError::Syntax)?.map(|digit| HEX[usize::from(digit)]);
+        let digits = *digits.filter(|digits| are_hex(**digits)).ok_or(JsonError::Syntax)?;
         self.at += 4;
-        // What is no digit has a value beyond any.
-        if values.iter().any(|&value| value > 15) {
-            return Err(JsonError::Syntax);
-        }
-        Ok(values.iter().fold(0, |sum, &value| sum << 4 | u32::from(value)))
+        Ok(digits.iter().fold(0, |sum, &digit| sum << 4 | u32::from(HEX[usize::from(digit)])))
     }
+}
+
+/// Whether all are hexadecimal digits. Without a branch for each: those of a text in escapes cannot be predicted.
+pub(super) fn are_hex(digits: [u8; 4]) -> bool {
+    digits.iter().fold(0, |all, &digit| all | HEX[usize::from(digit)]) <= 15
 }
 
 /// What a letter spells after a backslash; 0 = nothing, or more than one letter is needed.

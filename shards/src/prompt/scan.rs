@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use super::json;
+
 /// Members found so far are handed out by [`Scan::step`].
 #[derive(Debug)]
 pub(super) struct Scan<'a> {
@@ -329,7 +331,7 @@ fn escape_bytes(bytes: &[u8]) -> usize {
     let mut at = wide.iter().take_while(all_short).count() * WIDE;
     loop {
         at += match bytes[at..] {
-            [b'\\', b'u', ref digits @ ..] if digits.len() >= 4 && digits[..4].iter().all(u8::is_ascii_hexdigit) => 6,
+            [b'\\', b'u', a, b, c, d, ..] if json::are_hex([a, b, c, d]) => 6,
             [first, second, ..] if is_short_escape([first, second]) => 2,
             _ => return at,
         };

@@ -31,7 +31,7 @@ pub(super) enum Create {
     #[command(visible_alias = "loadbalancer")]
     Lb(Box<CreateLb>),
     /// A host of engines: shown again, and without effect.
-    Endpoint(CreateEndpoint),
+    Endpoint(Box<CreateEndpoint>),
 }
 
 /// What `create endpoint` is told.

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::admit::Admitted;
 use super::leg::{self, LegFault, Whole};
@@ -72,6 +72,7 @@ impl Task<'_, '_> {
             let (first, second) = self.messages(&decision, decode).await?;
             let end: Beside = Rc::default();
             let budget = dispatched.budget;
+            let over = dispatched.at + budget;
             let beside = self.beside(&decision, to_prefill, first, dispatched, place, Rc::clone(&end));
             client.set_companion(Some(Box::pin(beside)));
             reservation.first_byte();
@@ -80,7 +81,7 @@ impl Task<'_, '_> {
             let relaying = Relaying { route, dialect: Some(self.dialect), first_byte, again: false };
             match errand.relay_from(client, to_decode, second, &relaying).await {
                 Ok(relayed) => {
-                    self.drain(client);
+                    self.drain(client, over);
                     if let Some(PrefillEnd::Done(body)) = end.take()
                         && relayed.status == 200
                     {
@@ -208,14 +209,16 @@ impl Task<'_, '_> {
     }
 
     /// Has the rest of the prefill answer read, where it has not come to its end: the engine waits for that.
-    fn drain(&self, client: &mut Client) {
+    fn drain(&self, client: &mut Client, over: Instant) {
         if let Some(companion) = client.take_companion() {
             if self.dialect == Dialect::Bootstrap {
                 count(&self.errand.stats().sg_decode_close_drain);
             }
+            // The leg's own timer wakes the task that asked it first, which is not this one.
+            let left = over.saturating_duration_since(Instant::now()).min(DRAIN_MAX);
             executor::spawn(async move {
                 // An engine that does not end it is left.
-                let _ended = monoio::time::timeout(DRAIN_MAX, companion).await;
+                let _ended = monoio::time::timeout(left, companion).await;
             });
         }
     }
