@@ -53,7 +53,8 @@ impl Frame {
         let mut shape = DefaultHasher::new();
         (request.no_generation_prompt, request.tools.is_some(), request.documents.is_some()).hash(&mut shape);
         for kwargs in [&request.defaults, &request.kwargs] {
-            let spelled = kwargs.as_ref().map(pyvalue::repr).transpose().map_err(|_| MissReason::Tokenize)?;
+            let repr = |kwargs| pyvalue::repr(kwargs, pyvalue::SPELLED_BYTES_MAX);
+            let spelled = kwargs.as_ref().map(repr).transpose().map_err(|_| MissReason::Tokenize)?;
             spelled.hash(&mut shape);
         }
         request.effort.hash(&mut shape);

@@ -364,7 +364,7 @@ mod tests {
     use super::*;
 
     fn printed(text: &str) -> String {
-        pyvalue::repr(&value(text).unwrap()).unwrap()
+        pyvalue::repr(&value(text).unwrap(), 99).unwrap()
     }
 
     #[test]
@@ -403,7 +403,7 @@ mod tests {
         let read = |from| {
             let mut seen = Vec::new();
             elements::<JsonError>(text, from, |value, place| {
-                seen.push((pyvalue::repr(&value).unwrap(), place));
+                seen.push((pyvalue::repr(&value, 99).unwrap(), place));
                 Ok(())
             })
             .map(|()| seen)

@@ -20,6 +20,28 @@ pub(super) fn pay_for(state: &State, bytes: usize) -> Result<(), Error> {
     state.consume_fuel((bytes / BYTES_PER_FUEL) as u64)
 }
 
+/// Bytes to be paid for each byte of a container's text: it is made part by part.
+const SPELLED_COST: usize = 4;
+
+/// Most bytes that a container may be spelled in with the fuel that is left.
+pub(super) fn payable(state: &State) -> usize {
+    let left = state.fuel_levels().map_or(u64::MAX, |(_, left)| left);
+    let bytes = left.saturating_mul((BYTES_PER_FUEL / SPELLED_COST) as u64);
+    usize::try_from(bytes).unwrap_or(usize::MAX).min(pyvalue::SPELLED_BYTES_MAX)
+}
+
+/// Python's `str` of a value, paid for.
+///
+/// # Errors
+/// The render's fuel does not suffice, or the value is nested too deep.
+pub(super) fn spelled(state: &State, value: &Value) -> Result<String, Error> {
+    let text = pyvalue::str(value, payable(state))?;
+    if value.as_str().is_none() {
+        pay_for(state, text.len() * SPELLED_COST)?;
+    }
+    Ok(text)
+}
+
 /// Calls a method on a value.
 pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let (args, kwargs): (&[Value], Kwargs) = from_args(args)?;

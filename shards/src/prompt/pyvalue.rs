@@ -196,29 +196,29 @@ pub(super) fn float_repr(number: f64) -> String {
     plain
 }
 
-/// Bytes that a container may be spelled in: a list that holds another twice, which holds a third twice, and so on,
+/// Most bytes that a container may be spelled in: a list that holds another twice, which holds a third twice, and so on,
 /// costs a template little and its text much. Beyond it the render fails.
-const SPELLED_BYTES_MAX: usize = 16 * 1024 * 1024;
+pub(super) const SPELLED_BYTES_MAX: usize = 16 * 1024 * 1024;
 
 /// Python's `str` of a value.
 ///
 /// # Errors
 /// As [`repr`].
-pub(super) fn str(value: &Value) -> Result<String, Error> {
+pub(super) fn str(value: &Value, bytes_max: usize) -> Result<String, Error> {
     match value.as_str() {
         Some(text) => Ok(text.to_owned()),
         None if value.is_undefined() => Ok(String::new()),
-        None => repr(value),
+        None => repr(value, bytes_max),
     }
 }
 
 /// Python's `repr` of a value.
 ///
 /// # Errors
-/// It is nested too deep, or its text would be longer than [`SPELLED_BYTES_MAX`].
-pub(super) fn repr(value: &Value) -> Result<String, Error> {
+/// It is nested too deep, or its text would be longer than that.
+pub(super) fn repr(value: &Value, bytes_max: usize) -> Result<String, Error> {
     let mut out = String::new();
-    write_repr(&mut out, value, 0, SPELLED_BYTES_MAX)?;
+    write_repr(&mut out, value, 0, bytes_max)?;
     Ok(out)
 }
 
@@ -325,6 +325,8 @@ pub(super) fn pairs(map: &Value) -> Vec<(Value, Value)> {
 /// How [`to_json`] lays its text out.
 #[derive(Clone, Debug)]
 pub(super) struct JsonStyle {
+    /// Most bytes of the text.
+    pub bytes_max: usize,
     /// Spaces per level; none = one line.
     pub indent: Option<usize>,
     /// Between items.
@@ -340,7 +342,14 @@ pub(super) struct JsonStyle {
 impl Default for JsonStyle {
     fn default() -> Self {
         let (item_separator, key_separator) = (", ".into(), ": ".into());
-        JsonStyle { indent: None, item_separator, key_separator, ensure_ascii: false, sort_keys: false }
+        JsonStyle {
+            bytes_max: SPELLED_BYTES_MAX,
+            indent: None,
+            item_separator,
+            key_separator,
+            ensure_ascii: false,
+            sort_keys: false,
+        }
     }
 }
 
@@ -353,7 +362,7 @@ pub(super) fn to_json(value: &Value, style: &JsonStyle) -> Result<String, Error>
 
 fn write_json(out: &mut String, value: &Value, style: &JsonStyle, depth: u32) -> Result<(), Error> {
     let refuse = |what: &str| Err(Error::new(ErrorKind::InvalidOperation, format!("{what} cannot be written as JSON")));
-    is_within_limits(out, depth, SPELLED_BYTES_MAX)?;
+    is_within_limits(out, depth, style.bytes_max)?;
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
@@ -485,7 +494,7 @@ mod tests {
             ("a\u{200b}\u{a0}b\n", "'a\\u200b\\xa0b\\n'"),
             ("é 你好 😀", "'é 你好 😀'"),
         ] {
-            assert_eq!(repr(&Value::from(text)).unwrap(), python);
+            assert_eq!(repr(&Value::from(text), 99).unwrap(), python);
         }
     }
 

@@ -243,9 +243,9 @@ fn environment(now: fn() -> SystemTime, fuel: u64) -> Result<Environment<'static
     environment.set_recursion_limit(RECURSION_MAX);
     environment.set_fuel(Some(fuel));
     environment.set_unknown_method_callback(methods::call);
-    environment.set_formatter(|out, _, value| match value.as_str() {
+    environment.set_formatter(|out, state, value| match value.as_str() {
         Some(text) => out.write_str(text).map_err(Error::from),
-        None => out.write_str(&pyvalue::str(value)?).map_err(Error::from),
+        None => out.write_str(&methods::spelled(state, value)?).map_err(Error::from),
     });
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
@@ -261,9 +261,9 @@ fn environment(now: fn() -> SystemTime, fuel: u64) -> Result<Environment<'static
 
 fn add_filters(environment: &mut Environment<'static>) {
     environment.add_filter("tojson", to_json);
-    environment.add_filter("string", |value: &Value| pyvalue::str(value));
-    environment.add_filter("trim", |value: &Value, chars: Option<String>| {
-        let text = pyvalue::str(value)?;
+    environment.add_filter("string", |state: &mut State, value: &Value| methods::spelled(state, value));
+    environment.add_filter("trim", |state: &mut State, value: &Value, chars: Option<String>| {
+        let text = methods::spelled(state, value)?;
         Ok::<String, Error>(match chars {
             Some(chars) => text.trim_matches(|c| chars.contains(c)).to_owned(),
             None => text.trim_matches(methods::is_space).to_owned(),
@@ -279,7 +279,7 @@ fn add_filters(environment: &mut Environment<'static>) {
                 Some(name) => item.get_attr(name)?,
                 None => item,
             };
-            let part = pyvalue::str(&item)?;
+            let part = methods::spelled(state, &item)?;
             // The same text may stand there many times.
             methods::pay_for(state, part.len() + separator.len())?;
             parts.push(part);
@@ -298,7 +298,7 @@ fn add_filters(environment: &mut Environment<'static>) {
     });
     for name in ["upper", "lower", "capitalize", "title"] {
         environment.add_filter(name, move |state: &mut State, value: &Value| {
-            methods::call(state, &Value::from(pyvalue::str(value)?), name, &[])
+            methods::call(state, &Value::from(methods::spelled(state, value)?), name, &[])
         });
     }
 }
@@ -348,12 +348,12 @@ fn indent(state: &mut State, value: &Value, args: Rest<Value>) -> Result<String,
     let blank = blank.or(kwargs.get("blank")?).unwrap_or(false);
     kwargs.assert_all_used()?;
     let indention = match width {
-        Some(width) if width.kind() == ValueKind::String => pyvalue::str(&width)?,
+        Some(width) if width.kind() == ValueKind::String => methods::spelled(state, &width)?,
         Some(width) => " ".repeat(usize::try_from(i64::try_from(width)?.clamp(0, 256)).unwrap_or(0)),
         None => "    ".to_owned(),
     };
     let mut out = String::new();
-    let text = pyvalue::str(value)? + "\n";
+    let text = methods::spelled(state, value)? + "\n";
     let lines = methods::lines(&text);
     methods::pay_for(state, text.len().saturating_add(lines.len().saturating_mul(indention.len())))?;
     for (n, line) in lines.into_iter().enumerate() {
@@ -368,11 +368,12 @@ fn indent(state: &mut State, value: &Value, args: Rest<Value>) -> Result<String,
     Ok(out)
 }
 
-fn to_json(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<String, Error> {
+fn to_json(state: &mut State, value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<String, Error> {
     if !positional.is_empty() {
         return Err(Error::new(ErrorKind::InvalidOperation, "tojson takes its options by name"));
     }
     let mut style = JsonStyle {
+        bytes_max: methods::payable(state),
         indent: kwargs.get("indent")?,
         ensure_ascii: kwargs.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
         sort_keys: kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
@@ -388,14 +389,16 @@ fn to_json(value: &Value, positional: Rest<Value>, kwargs: Kwargs) -> Result<Str
         let texts: Vec<Value> = separators.try_iter()?.collect();
         match texts.as_slice() {
             [item, key] => {
-                style.item_separator = pyvalue::str(item)?;
-                style.key_separator = pyvalue::str(key)?;
+                style.item_separator = methods::spelled(state, item)?;
+                style.key_separator = methods::spelled(state, key)?;
             }
             _ => return Err(Error::new(ErrorKind::InvalidOperation, "tojson: separators must be two")),
         }
     }
     kwargs.assert_all_used()?;
-    pyvalue::to_json(value, &style)
+    let text = pyvalue::to_json(value, &style)?;
+    methods::pay_for(state, text.len())?;
+    Ok(text)
 }
 
 #[cfg(test)]
