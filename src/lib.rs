@@ -9,6 +9,7 @@ pub mod cli;
 pub mod config;
 pub mod cores;
 pub mod discovery;
+mod durable;
 pub mod fields;
 pub mod hash_command;
 pub mod health;

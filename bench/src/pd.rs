@@ -6,14 +6,14 @@
 
 use std::fmt::Write as _;
 use std::io::{Read, Write as _};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use loadgen::child::Child;
+use loadgen::child::{Child, free_ports};
 use loadgen::engine::{Engine, EngineHandle, EngineKind, EngineOptions, LegEnd, Role};
 use loadgen::workload::Random;
 use serde_json::json;
@@ -83,12 +83,8 @@ fn run(args: &Args, directory: &Path) -> anyhow::Result<(String, bool)> {
     Ok((text, overhead <= OVERHEAD_MAX && slowest <= CANCEL_MAX))
 }
 
-fn free_port() -> anyhow::Result<u16> {
-    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
-}
-
 fn start(args: &Args, directory: &Path, speed: fn(&mut EngineOptions)) -> anyhow::Result<Setup> {
-    let side_port = free_port()?;
+    let side_port = free_ports(1)?[0];
     let engine = |role: Role, place: u8| {
         let mut options = EngineOptions { kind: args.kind, role, ..EngineOptions::ephemeral() };
         if args.kind == EngineKind::Sglang {
@@ -101,7 +97,8 @@ fn start(args: &Args, directory: &Path, speed: fn(&mut EngineOptions)) -> anyhow
     let prefill = (0..2).map(|place| engine(Role::Prefill, place)).collect::<Result<Vec<_>, _>>()?;
     let decode = (0..2).map(|place| engine(Role::Decode, place)).collect::<Result<Vec<_>, _>>()?;
     let plain_engines = (2..4).map(|place| engine(Role::None, place)).collect::<Result<Vec<_>, _>>()?;
-    let (admin, pd, plain) = (free_port()?, free_port()?, free_port()?);
+    let ports = free_ports(3)?;
+    let (admin, pd, plain) = (ports[0], ports[1], ports[2]);
     let kind = format!("{:?}", args.kind).to_lowercase();
     let mut config = format!(
         "[admin]\nlisten = \"127.0.0.1:{admin}\"\n\n[shards]\ncores = [0]\n\n[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {pd}\n\

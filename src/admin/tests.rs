@@ -98,23 +98,9 @@ fn try_http(address: SocketAddr, method: &str, path: &str, body: &str) -> std::i
     let _ = stream.write_all(body.as_bytes());
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
-    let text = String::from_utf8_lossy(&answer).into_owned();
-    let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
-    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
-    let status = status.ok_or_else(|| std::io::Error::other(format!("no HTTP: {text:?}")))?;
-    let chunked = head.to_ascii_lowercase().contains("transfer-encoding: chunked");
-    Ok((status, if chunked { of_chunks(body) } else { body.to_owned() }))
-}
-
-/// The body that chunks carry.
-fn of_chunks(mut chunks: &str) -> String {
-    let mut body = String::new();
-    while let Some((length, rest)) = chunks.split_once("\r\n") {
-        let length = usize::from_str_radix(length, 16).expect("a chunk's length");
-        body.push_str(&rest[..length]);
-        chunks = rest[length..].trim_start_matches("\r\n");
-    }
-    body
+    let reply = shards::http::reply::complete(&answer, true).map_err(std::io::Error::other)?;
+    let reply = reply.ok_or_else(|| std::io::Error::other("no whole answer"))?;
+    Ok((reply.status, String::from_utf8_lossy(&reply.body).into_owned()))
 }
 
 #[track_caller]

@@ -24,12 +24,12 @@ const LOOK_PERIOD: Duration = Duration::from_millis(250);
 const ASKED_MAX: usize = 64;
 
 /// An endpoint to be asked.
-struct Target {
-    key: Key,
-    engine: Engine,
-    address: SocketAddr,
-    shared: Arc<EndpointShared>,
-    token: Option<Arc<EngineToken>>,
+pub(super) struct Target {
+    pub(super) key: Key,
+    pub(super) engine: Engine,
+    pub(super) address: SocketAddr,
+    pub(super) shared: Arc<EndpointShared>,
+    pub(super) token: Option<Arc<EngineToken>>,
 }
 
 /// Asks every endpoint of a KV rule, over and over, and hands on what is new.
@@ -46,7 +46,10 @@ pub(super) async fn discover_all(control: Control) {
             tokens_at = Instant::now();
             refresh_tokens(&view.entries, &mut spoiled);
         }
-        let targets: Vec<Target> = view.entries.iter().flat_map(|entry| targets(entry)).collect();
+        let targets: Vec<Target> = {
+            let of_kv = view.entries.iter().filter(|entry| entry.rule.kv.is_some());
+            of_kv.flat_map(|entry| targets(entry)).collect()
+        };
         let present: HashSet<_> = targets.iter().map(|target| (target.key, target.address)).collect();
         asked_at.retain(|place, _| present.contains(place));
         let kept: HashSet<Key> = view.entries.iter().flat_map(|entry| keys(entry)).collect();
@@ -74,16 +77,15 @@ fn keys(entry: &Entry) -> impl Iterator<Item = Key> {
     entry.in_rule().map(|place| (entry.id, place.shared.index))
 }
 
-/// The endpoints of a KV rule that are up. One that is down is asked when it comes back.
-fn targets(entry: &Entry) -> Vec<Target> {
+/// The endpoints of a rule that are up. One that is down is asked when it comes back.
+pub(super) fn targets(entry: &Entry) -> Vec<Target> {
     let target = |place: &Place| {
         let address = place.address.filter(|_| place.shared.is_up())?;
         let token = entry.rule.engine_token.clone();
         let shared = Arc::clone(&place.shared);
         Some(Target { key: (entry.id, place.shared.index), engine: entry.rule.engine, address, shared, token })
     };
-    let wanted = entry.rule.kv.is_some();
-    entry.in_rule().filter(|_| wanted).filter_map(target).collect()
+    entry.in_rule().filter_map(target).collect()
 }
 
 /// Takes over changed token files; says once what is wrong with one that cannot be used any more.

@@ -7,10 +7,9 @@
 //! Besides rules made over the API it holds the numbers and ids of all rules, so that they stay what they were.
 
 use std::collections::HashMap;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
+use std::fs;
+use std::io;
 use std::net::IpAddr;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -21,6 +20,7 @@ use shards::ids::ServiceId;
 use tracing::{error, info, warn};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::durable;
 use crate::fields::{Problem, from_json};
 use crate::rules::{KvDefaults, PathMatchMode, RuleKey, check_request};
 
@@ -140,7 +140,9 @@ impl Store {
         let Some(directory) = directory else { return (Store::default(), 0, HashMap::new()) };
         let path = directory.join(FILE);
         let mut store = Store { path: Some(path.clone()), ..Store::default() };
-        let content = match read(&path).and_then(|bytes| bytes.map(|bytes| decode(bytes, &mut store)).transpose()) {
+        let content = match durable::read(&path, BYTES_MAX, "it is too large")
+            .and_then(|bytes| bytes.map(|bytes| decode(bytes, &mut store)).transpose())
+        {
             Ok(content) => content.unwrap_or_default(),
             Err(why) => {
                 store.damaged = Some(put_aside(&path));
@@ -187,7 +189,7 @@ impl Supervisor {
         }
         let at = path.clone();
         // The disk may take its time; only whoever waits for the change waits for it.
-        let written = tokio::task::spawn_blocking(move || replace(&at, &bytes).map(|()| bytes)).await;
+        let written = tokio::task::spawn_blocking(move || put(&at, &bytes).map(|()| bytes)).await;
         let written = written.map_err(|why| error(io::Error::other(why)))?;
         // Whatever is there now, it is not known to be what was there before.
         self.store.written = None;
@@ -277,32 +279,9 @@ fn decode(bytes: Vec<u8>, store: &mut Store) -> io::Result<Content> {
     Ok(content)
 }
 
-/// The bytes of a regular file; none where there is no such file.
-fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
-    let file = match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        file => file?,
-    };
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no file"));
-    }
-    let mut bytes = Vec::new();
-    file.take(BYTES_MAX + 1).read_to_end(&mut bytes)?;
-    if bytes.len() as u64 > BYTES_MAX {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "it is too large"));
-    }
-    Ok(Some(bytes))
-}
-
-fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let directory = path.parent().unwrap_or(Path::new("."));
-    fs::create_dir_all(directory)?;
-    let beside = path.with_extension("json.new");
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&beside, path)?;
-    File::open(directory)?.sync_all()
+fn put(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    durable::make_directory(path.parent().unwrap_or(Path::new(".")))?;
+    durable::replace(path, bytes)
 }
 
 /// Moves a file to where the next one does not replace it, and says where.
@@ -342,7 +321,7 @@ mod tests {
     #[test]
     fn what_is_written_is_read_again() {
         let directory = scratch("again");
-        replace(&directory.join(FILE), &encode(&content()).expect("JSON")).expect("written");
+        put(&directory.join(FILE), &encode(&content()).expect("JSON")).expect("written");
         let (store, next, remembered) = Store::open(Some(&directory));
         assert_eq!((next, store.waiting.len(), store.damaged), (9, 1, None));
         let key = content().rules[0].key.key();

@@ -5,18 +5,16 @@
 //! are never read: reading empties them.
 
 use std::collections::HashMap;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use shards::service::{EndpointShared, Engine};
+use shards::service::EndpointShared;
 use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 
 use crate::discovery::{self, Key, Reply};
-use crate::rules::EngineToken;
-use crate::rules::compile::Place;
 
+use super::engines::{Target, targets};
 use super::{Control, Entry};
 
 /// How often metrics are read.
@@ -28,14 +26,6 @@ const STALE_AFTER: Duration = Duration::from_secs(30);
 /// Engines read at once. Beyond it the others of that round wait for these.
 const READ_MAX: usize = 64;
 
-struct Target {
-    key: Key,
-    engine: Engine,
-    address: SocketAddr,
-    shared: Arc<EndpointShared>,
-    token: Option<Arc<EngineToken>>,
-}
-
 /// Reads the metrics of every engine whose rule asks for it, over and over.
 pub(super) async fn scrape_all(control: Control) {
     // When each was read last; those that a rule no longer asks for are taken back like those that fell silent.
@@ -45,7 +35,7 @@ pub(super) async fn scrape_all(control: Control) {
     loop {
         tick.tick().await;
         let view = control.view();
-        let mut waiting = view.entries.iter().flat_map(targets);
+        let mut waiting = view.entries.iter().filter(|entry| is_wanted(entry)).flat_map(|entry| targets(entry));
         let mut reading = JoinSet::new();
         for target in waiting.by_ref().take(READ_MAX) {
             reading.spawn(read(target));
@@ -68,15 +58,8 @@ pub(super) async fn scrape_all(control: Control) {
     }
 }
 
-fn targets(entry: &Arc<Entry>) -> Vec<Target> {
-    let wanted = entry.rule.proxy.scrape && discovery::has_metrics(entry.rule.engine);
-    let target = |place: &Place| {
-        let address = place.address.filter(|_| place.shared.is_up())?;
-        let shared = Arc::clone(&place.shared);
-        let token = entry.rule.engine_token.clone();
-        Some(Target { key: (entry.id, shared.index), engine: entry.rule.engine, address, shared, token })
-    };
-    entry.in_rule().filter(|_| wanted).filter_map(target).collect()
+fn is_wanted(entry: &Entry) -> bool {
+    entry.rule.proxy.scrape && discovery::has_metrics(entry.rule.engine)
 }
 
 /// The target, if it could be read.

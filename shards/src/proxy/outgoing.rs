@@ -39,17 +39,20 @@ impl RequestIds {
     /// Random bits that are not met again for long.
     #[must_use]
     pub fn random(&self) -> u64 {
-        let state = self.0.get().wrapping_add(0x9e37_79b9_7f4a_7c15);
-        self.0.set(state);
-        mix(state)
+        mix(self.advance())
     }
 
     /// The next id: 32 hexadecimal digits, not to be foreseen from outside and, over a fleet's life, not met again.
     #[must_use]
     pub fn next(&self) -> String {
+        let state = self.advance();
+        format!("{:016x}{:016x}", mix(state), mix(state ^ 0xd6e8_feb8_6659_fd93))
+    }
+
+    fn advance(&self) -> u64 {
         let state = self.0.get().wrapping_add(0x9e37_79b9_7f4a_7c15);
         self.0.set(state);
-        format!("{:016x}{:016x}", mix(state), mix(state ^ 0xd6e8_feb8_6659_fd93))
+        state
     }
 }
 

@@ -5,10 +5,9 @@
 
 #![forbid(unsafe_code)]
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -19,9 +18,12 @@ use super::super::poller::Waker;
 use super::super::status::StreamStats;
 use super::capture::Captured;
 use super::format::{self, Identity, Image, Unusable};
+use crate::durable;
 
 /// Requests that wait. Beyond it a rank starts without its file, or is written in the next period.
 const REQUESTS_MAX: usize = 16_384;
+
+const TOO_LARGE: &str = "it is larger than any that LOXILB_KV_MAX_BLOCKS allows";
 
 /// What the helper is asked for.
 pub(crate) enum Request {
@@ -95,8 +97,7 @@ struct Helper {
 
 impl Helper {
     fn run(&self, requests: &Receiver<Request>) {
-        let made = DirBuilder::new().recursive(true).mode(0o700).create(&self.directory);
-        if let Err(error) = made {
+        if let Err(error) = durable::make_directory(&self.directory) {
             tracing::error!(
                 directory = %self.directory.display(), %error,
                 "[state] directory cannot be made: nothing that engines hold is remembered over a restart"
@@ -122,7 +123,7 @@ impl Helper {
 
     fn load(&self, identity: &Identity, stats: &StreamStats) -> Option<Image> {
         let path = self.directory.join(identity.file_name());
-        let bytes = match read(&path, self.bytes_max) {
+        let bytes = match durable::read(&path, self.bytes_max as u64, TOO_LARGE) {
             Ok(bytes) => bytes?,
             Err(error) => {
                 stats.state_failure();
@@ -161,7 +162,7 @@ impl Helper {
     fn write(&self, write: Write) {
         let Write { identity, mut image, groups, stats, busy } = write;
         image.groups = groups.into_groups();
-        match self.put(&identity.file_name(), &format::encode(&identity, &image)) {
+        match durable::replace(&self.directory.join(identity.file_name()), &format::encode(&identity, &image)) {
             Ok(()) => stats.state_written(),
             Err(error) => {
                 stats.state_failure();
@@ -173,39 +174,4 @@ impl Helper {
         }
         busy.store(false, Ordering::Release);
     }
-
-    fn put(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
-        let beside = self.directory.join(format!(".{name}.{}", std::process::id()));
-        let written = write_synced(&beside, bytes).and_then(|()| fs::rename(&beside, self.directory.join(name)));
-        if written.is_err() {
-            let _ = fs::remove_file(&beside);
-        }
-        written?;
-        File::open(&self.directory)?.sync_all()
-    }
-}
-
-fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
-    file.write_all(bytes)?;
-    file.sync_all()
-}
-
-/// The bytes of a file; none where there is no such file.
-fn read(path: &Path, bytes_max: usize) -> io::Result<Option<Vec<u8>>> {
-    // A pipe would keep the opener waiting for its other end.
-    let file = match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        file => file?,
-    };
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no file"));
-    }
-    let mut bytes = Vec::new();
-    file.take(bytes_max as u64 + 1).read_to_end(&mut bytes)?;
-    if bytes.len() > bytes_max {
-        let why = "it is larger than any that LOXILB_KV_MAX_BLOCKS allows";
-        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
-    }
-    Ok(Some(bytes))
 }
