@@ -475,7 +475,7 @@ impl Attempt<'_> {
         }
     }
 
-    /// See [`conveyed_rank`].
+    /// The rank that the endpoint is told by a header; none where it has but one, follows no header, or the client names one.
     pub(super) fn conveyed_rank(&self, decision: &Decision) -> Option<Rank> {
         let service = &self.local.service;
         let several = service.kv.as_ref().is_some_and(|kv| kv.ranks > 1);
