@@ -14,10 +14,19 @@ use tracing::{error, info};
 use crate::rules::{Rule, RuleKey};
 
 use super::registry::{Events, Prepared};
-use super::{ApplyError, Entry, Listeners, Origin, RegistryError, Selector, Supervisor, resolve, sockets};
+use super::{
+    ApplyError, CONFIRM_TIMEOUT, Entry, Listeners, Origin, RegistryError, Selector, Supervisor, resolve, sockets,
+};
 
 /// Pause before a busy address is tried again.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
+
+/// Longest time from the beginning of a change until the last shard has confirmed it.
+const CHANGE_MAX: Duration = CONFIRM_TIMEOUT;
+/// What shards have of it at least, however long names and the disk took.
+const CONFIRM_MIN: Duration = Duration::from_millis(200);
+/// Longest wait for the addresses of new names. What comes later is taken up when names are resolved the next time.
+const RESOLVE_MAX: Duration = Duration::from_millis(400);
 
 /// What a change is about.
 #[derive(Default)]
@@ -158,6 +167,7 @@ impl Supervisor {
         if change.put.is_empty() && change.drop.is_empty() {
             return Ok(());
         }
+        let until = Instant::now() + CHANGE_MAX;
         let mut prepared = Vec::with_capacity(change.put.len());
         for (rule, origin) in change.put {
             match self.prepare(rule, origin, &change.drop).await {
@@ -169,7 +179,7 @@ impl Supervisor {
             }
         }
         let entries = self.registry.with(&change.drop, prepared.iter().map(|one| &one.entry));
-        if let Err(error) = self.switch_to(&entries).await {
+        if let Err(error) = self.switch_to(&entries, until).await {
             self.registry.abandon(prepared);
             return Err(error);
         }
@@ -182,7 +192,7 @@ impl Supervisor {
         let known: Vec<Option<SocketAddr>> = old
             .map(|entry| rule.endpoints.iter().map(|endpoint| entry.address_of(&endpoint.identity())).collect())
             .unwrap_or_default();
-        let addresses = resolve::resolve(&rule, &known).await;
+        let addresses = resolve::resolve(&rule, &known, RESOLVE_MAX).await;
         if let Some(address) = resolve::collision(&addresses) {
             return Err(ApplyError::Collision(address));
         }
@@ -190,10 +200,10 @@ impl Supervisor {
     }
 
     /// Keeps the entries over a restart, binds what they need and hands them to the shards; on failure all is as before.
-    async fn switch_to(&mut self, entries: &[Arc<Entry>]) -> Result<(), ApplyError> {
+    async fn switch_to(&mut self, entries: &[Arc<Entry>], until: Instant) -> Result<(), ApplyError> {
         let sockets = self.bind(entries)?;
         self.keep(entries).await?;
-        let result = self.switch_shards(entries, &sockets).await;
+        let result = self.switch_shards(entries, &sockets, until.max(Instant::now() + CONFIRM_MIN)).await;
         if result.is_err() {
             let before = self.registry.entries().to_vec();
             if let Err(error) = self.keep(&before).await {
@@ -218,14 +228,16 @@ impl Supervisor {
         Ok(sockets)
     }
 
-    async fn switch_shards(&mut self, entries: &[Arc<Entry>], sockets: &Listeners) -> Result<(), ApplyError> {
-        self.hand_out(entries).await?;
+    async fn switch_shards(
+        &mut self,
+        entries: &[Arc<Entry>],
+        sockets: &Listeners,
+        until: Instant,
+    ) -> Result<(), ApplyError> {
+        self.hand_out(entries, until).await?;
         for (listen, ours) in sockets {
-            if let Err(error) = self.parts.shards.listen(*listen, ours).await {
-                for listen in sockets.keys() {
-                    self.parts.shards.unlisten(*listen).await;
-                }
-                self.hand_out(self.registry.entries()).await?;
+            if let Err(error) = self.parts.shards.listen(*listen, ours, until).await {
+                self.take_back(sockets.keys().copied());
                 return Err(error.into());
             }
         }

@@ -143,6 +143,36 @@ fn numbers_and_ids_stay_over_a_restart_and_are_not_used_again() {
 }
 
 #[test]
+fn a_rule_whose_port_is_busy_at_the_start_waits_and_is_in_force_once_it_is_free() {
+    let state = Scratch::new("state");
+    let ports = [free_port(), free_port()];
+    let before = {
+        let gateway = start(&state, "");
+        for port in ports {
+            assert_eq!(client::post(gateway.admin, LB, &body(port, 1)).status, 200);
+        }
+        rules(&gateway)
+    };
+    let busy = wait_for("the last gateway is gone", || std::net::TcpListener::bind((ip(), ports[0])).ok());
+    let mut gateway = start(&state, "");
+    assert_eq!(rules(&gateway), before[1..]);
+    let waiting = |gateway: &Gateway| gateway.api("/status/ready").json()["rules_kept"]["waiting"].clone();
+    let shown = waiting(&gateway);
+    assert_eq!(shown[0]["rule"], format!("{}:{}", ip(), ports[0]), "{shown}");
+    assert!(shown[0]["why"].as_str().is_some_and(|why| why.contains("cannot listen at")), "{shown}");
+
+    // It outlives another restart, and keeps its number.
+    gateway.signal(libc::SIGTERM);
+    gateway.wait();
+    let gateway = start(&state, "");
+    assert_eq!(rules(&gateway), before[1..]);
+    drop(busy);
+    wait_for("it is in force", || (rules(&gateway) == before).then_some(()));
+    assert_eq!(waiting(&gateway), json!([]));
+    assert!(gateway.log().contains("a rule that waited is in force"), "{}", gateway.log());
+}
+
+#[test]
 fn a_damaged_state_file_is_kept_aside_and_named() {
     let state = Scratch::new("state");
     let port = free_port();
