@@ -180,7 +180,7 @@ impl Supervisor {
         }
         let entries = self.registry.with(&change.drop, prepared.iter().map(|one| &one.entry));
         if let Err(error) = self.switch_to(&entries, until).await {
-            self.registry.abandon(prepared);
+            self.undo(prepared).await;
             return Err(error);
         }
         self.commit(entries, prepared, &change.drop).await;
@@ -199,20 +199,24 @@ impl Supervisor {
         Ok(self.registry.prepare(rule, origin, &addresses, dropped)?)
     }
 
-    /// Keeps the entries over a restart, binds what they need and hands them to the shards; on failure all is as before.
+    /// Keeps the entries over a restart, binds what they need and hands them to the shards; on failure shards and sockets are
+    /// as before.
     async fn switch_to(&mut self, entries: &[Arc<Entry>], until: Instant) -> Result<(), ApplyError> {
         let sockets = self.bind(entries)?;
         self.keep(entries).await?;
         let result = self.switch_shards(entries, &sockets, until.max(Instant::now() + CONFIRM_MIN)).await;
-        if result.is_err() {
-            let before = self.registry.entries().to_vec();
-            if let Err(error) = self.keep(&before).await {
-                error!(%error, "the state file has a change that was refused: it is in force after a restart");
-            }
-        }
         result?;
         self.listeners.extend(sockets);
         Ok(())
+    }
+
+    /// Gives back what was prepared for a change that failed, in the state file too.
+    async fn undo(&mut self, prepared: Vec<Prepared>) {
+        self.registry.abandon(prepared);
+        let entries = self.registry.entries().to_vec();
+        if let Err(error) = self.keep(&entries).await {
+            error!(%error, "the state file may have a change that was refused: it is in force after a restart");
+        }
     }
 
     /// Sockets for the addresses that nobody listens at yet.

@@ -211,7 +211,7 @@ fn doctor_and_explain_show_a_token_and_know_the_certificate() {
     let all = [&trust[..], &shown[..]].concat();
     wait_for("explain is let in", || (run(&explain, &all).0 == Some(0)).then_some(()));
     let (_, told) = run(&explain, &all);
-    assert!(told.contains(r#""overlaps":[{"blocks":0"#), "{told}");
+    assert!(told.contains(r#""overlaps":[{"endpoint":"#), "{told}");
     let (code, told) = run(&explain, &trust);
     assert!(code == Some(1) && told.contains("a token is needed"), "{told}");
     let (code, told) = run(&explain, &shown);

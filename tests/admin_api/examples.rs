@@ -178,7 +178,7 @@ impl Stage {
         for rank in parity["parity"].as_array().expect("a list") {
             assert_eq!((&rank["verdict"], &rank["faults"]), (&json!("exact"), &json!([])), "{rank}");
         }
-        self.check_hit("tier15", self.ports.pd);
+        self.check_hit(self.ports.pd, 3);
     }
 
     /// The same of every rank.
@@ -220,15 +220,19 @@ impl Stage {
                 (self.gateway.inventory(1, at as u32) == keys).then_some(())
             });
         }
-        self.check_hit("tier15", self.ports.pool);
+        self.check_hit(self.ports.pool, 100);
     }
 
     /// A text that was asked for before goes to who holds it.
-    fn check_hit(&self, tier: &str, port: u16) {
-        let name = format!("loxilb_pd_kv_{tier}_hits_total");
-        let before = self.gateway.metric_sum(&name);
-        self.ask(port, if port == self.ports.pd { 3 } else { 100 });
-        assert_eq!(self.gateway.metric_sum(&name), before + 1.0);
+    fn check_hit(&self, port: u16, number: usize) {
+        wait_for("the tokenizer is loaded, which the first request asked for", || {
+            let status = self.gateway.api("/status/ready").json();
+            status["models"].as_array()?.iter().any(|model| model["state"] == "ready").then_some(())
+        });
+        let hits = || self.gateway.metric_sum("loxilb_pd_kv_tier15_hits_total");
+        let before = hits();
+        self.ask(port, number);
+        assert_eq!(hits(), before + 1.0);
     }
 
     fn check_the_others(&self) {

@@ -248,7 +248,7 @@ fn completions_and_the_man_page_name_the_commands() {
     of(&["man", "--directory", scratch.path().to_str().expect("text")]);
     for (page, says) in [
         ("kvlane", "kvlane\\-create(1)"),
-        ("kvlane-serve", "configuration"),
+        ("kvlane-serve", "Configuration file"),
         ("kvlane-create-lb", "kv\\-exact\\-mode"),
         ("kvlane-get-kvinventory", "ep\\-idx"),
         ("kvlane-delete-lb", "path\\-prefix"),

@@ -79,7 +79,7 @@ fn a_change_that_a_shard_does_not_confirm_is_answered_503_and_undone() {
         assert_eq!(answer.status, 503, "{method}: {}", answer.text());
         assert!(answer.text().contains("did not confirm") && answer.text().contains("nothing was changed"));
         assert_eq!(rules(), before, "{method}");
-        assert_eq!(kept(), written, "{method}: a restart brings back what is in force");
+        assert!(kept() == written, "{method}: a restart brings back what is in force");
     }
     println!("three changes were refused in {:.2?}", at.elapsed());
     drop(still);
