@@ -122,7 +122,7 @@ impl Stage {
         };
         match (guest % 3, there.get(&guest).copied()) {
             // One more engine for the rule that stays, and away with it, while it answers.
-            (0, _) if number % 3 == 0 => {
+            (0, _) if number.is_multiple_of(3) => {
                 let oper = if there.remove(&usize::MAX).is_some() { 2 } else { 1 };
                 let mut body = self.resident();
                 body["serviceArguments"]["oper"] = json!(oper);

@@ -68,7 +68,7 @@ impl Stage {
         };
         let silent =
             |kind: EngineKind, block_size: usize| EngineOptions { kind, block_size, ..EngineOptions::ephemeral() };
-        let role = |n: u8| if n % 2 == 0 { Role::Prefill } else { Role::Decode };
+        let role = |n: u8| if n.is_multiple_of(2) { Role::Prefill } else { Role::Decode };
         let pd = (0..6).map(|n| start(n, telling(EngineKind::Vllm, ports.pd_events, 1, role(n)))).collect();
         let pool =
             (6..9).map(|n| start(n, telling(EngineKind::Sglang, ports.pool_events, RANKS, Role::None))).collect();
