@@ -162,6 +162,12 @@ fn a_rule_whose_port_is_busy_at_the_start_waits_and_is_in_force_once_it_is_free(
     assert_eq!(shown[0]["rule"], format!("{}:{}", ip(), ports[0]), "{shown}");
     assert!(shown[0]["why"].as_str().is_some_and(|why| why.contains("cannot listen at")), "{shown}");
 
+    let port = gateway.admin.port().to_string();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvlane"));
+    let output = command.args(["get", "ready", "--port", &port]).output().expect("the binary was built");
+    let table = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(table.contains("waits: cannot listen at"), "{table}");
+
     // It outlives another restart, and keeps its number.
     gateway.signal(libc::SIGTERM);
     gateway.wait();
