@@ -117,7 +117,7 @@ impl Contexts {
         socket.set_maxmsgsize(MESSAGE_BYTES_MAX)?;
         socket.set_linger(0)?;
         socket.set_ipv6(address.contains('['))?;
-        let watched = [
+        let events = [
             SocketEvent::CONNECTED,
             SocketEvent::ACCEPTED,
             SocketEvent::HANDSHAKE_SUCCEEDED,
@@ -126,15 +126,17 @@ impl Contexts {
         ];
         self.monitors += 1;
         let inproc = format!("inproc://monitor-{}", self.monitors);
-        socket.monitor(&inproc, watched.map(|event| i32::from(event.to_raw())).iter().sum())?;
+        socket.monitor(&inproc, events.map(|event| i32::from(event.to_raw())).iter().sum())?;
         let monitor = context.socket(SocketType::PAIR)?;
         monitor.set_linger(0)?;
         monitor.connect(&inproc)?;
+        let watched = Watched { socket, monitor, context: users };
+        let socket = &watched.socket;
         // The binding panics at error numbers it has no name for, and an address can lead to any of them.
         let opened =
             catch_unwind(AssertUnwindSafe(|| if bind { socket.bind(address) } else { socket.connect(address) }));
         opened.map_err(|_| Error::Unknown)??;
-        Ok(Watched { socket, monitor, context: users })
+        Ok(watched)
     }
 }
 
