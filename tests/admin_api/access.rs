@@ -68,6 +68,10 @@ fn without_a_token_nobody_is_let_in_and_a_viewer_changes_nothing() {
             .any(|line| line.contains("kvlane::audit") && line.contains("who=\"ops\"") && line.contains("POST"))
             .then_some(())
     });
+    for status in ["status=401", "status=403"] {
+        let refused = |line: &str| line.contains("kvlane::audit") && line.contains("POST") && line.contains(status);
+        wait_for("changes that were refused are there too", || gateway.log().lines().any(refused).then_some(()));
+    }
     // Our own client, with the token from a file.
     let secret = scratch.path().join("mine");
     std::fs::write(&secret, format!("{admin}\n")).expect("writable");
