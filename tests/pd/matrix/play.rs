@@ -136,10 +136,10 @@ fn assert_engines(lane: &Lane<'_>, mark: &str, expected: &Expected, cause: Insta
 fn ended(lane: &Lane<'_>, leg: Leg, mark: &str, ends: Ends, what: &str) -> Vec<LegView> {
     let legs = wait_for(&format!("{what}: no leg goes on"), || {
         let legs = lane.legs(leg, mark);
-        (legs.len() >= ends.count && legs.iter().all(|leg| leg.ended.is_some())).then_some(legs)
+        (legs.len() >= ends.least && legs.iter().all(|leg| leg.ended.is_some())).then_some(legs)
     });
     let as_expected = |leg: &LegView| end_of(leg).is_some_and(|end| ends.any_of.contains(&end));
-    let right = legs.len() == ends.count && legs.iter().all(as_expected);
+    let right = (ends.least..=ends.count).contains(&legs.len()) && legs.iter().all(as_expected);
     let seen: Vec<_> = legs.iter().map(end_of).collect();
     assert!(right, "{what}: {leg:?} engines saw {seen:?}, not {ends:?}");
     legs

@@ -91,6 +91,9 @@ pub enum Client {
 /// Requests that the engines of a role have seen, and how each of them ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ends {
+    /// How many at least: of a leg that is given up as soon as it is sent, its engine may see nothing.
+    pub least: usize,
+    /// How many at most, as the gateway counts.
     pub count: usize,
     /// One of these; several where the engines hear of it from the gateway or from each other, whoever is faster.
     pub any_of: &'static [LegEnd],
@@ -204,7 +207,7 @@ pub enum Beside {
 pub fn expected(cell: Cell) -> Expected {
     let (own, outcome, tries) = failing(cell);
     let other = beside(cell, tries);
-    let own = Ends { count: tries, any_of: own };
+    let own = Ends { least: tries, count: tries, any_of: own };
     let (prefill, decode) = match cell.leg {
         Leg::Prefill => (own, other.0),
         Leg::Decode => (other.0, own),
@@ -270,7 +273,7 @@ const CUT_OFF: &[LegEnd] = &[LegEnd::Cancelled, LegEnd::Refused];
 /// The other leg: how it ends at its engine, and how it is counted.
 fn beside(cell: Cell, tries: usize) -> (Ends, &'static str) {
     use LegEnd::{Cancelled, Finished};
-    let ends = |count, any_of| Ends { count, any_of };
+    let ends = |count, any_of| Ends { least: count, count, any_of };
     match cell.beside() {
         Beside::Absent if cell.failure != Failure::Slow => (ends(0, &[]), "ok"),
         _ if cell.failure == Failure::Slow => (ends(1, &[Finished]), "ok"),
@@ -280,7 +283,8 @@ fn beside(cell: Cell, tries: usize) -> (Ends, &'static str) {
             (ends(1, &[Cancelled]), "timeout")
         }
         Beside::Running if cell.leg == Leg::Decode => (ends(1, &[Cancelled]), "cancelled"),
-        Beside::Running => (ends(tries, CUT_OFF), "cancelled"),
+        // The second one may be given up before its engine has looked.
+        Beside::Running => (Ends { least: 1, count: tries, any_of: CUT_OFF }, "cancelled"),
     }
 }
 
@@ -325,7 +329,7 @@ fn decodes_aborted(cell: Cell, tries: usize) -> usize {
 /// What a request comes to whose connection is refused: by all endpoints of the leg, or by one of two.
 pub fn refused(cell: Cell) -> Expected {
     let count = |name: &str, count: usize| (name.to_owned(), count as u64);
-    let ends = |count: usize| Ends { count, any_of: &[LegEnd::Finished] };
+    let ends = |count: usize| Ends { least: count, count, any_of: &[LegEnd::Finished] };
     let pull = usize::from(cell.dialect == Dialect::NixlPull);
     if cell.failure == Failure::RefuseOne {
         let legs = [("prefill ok", 1), ("decode ok", 1), ("prefill_duration", 1), ("ai_pd_kv_params_found", pull)];
