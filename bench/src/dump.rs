@@ -93,7 +93,7 @@ fn filled(args: &Args) -> anyhow::Result<(Writer, ReaderFactory)> {
         let holder = writer.add_holder(EndpointIndex(endpoint), Rank(0)).context("room for the endpoints")?;
         for key in 0..args.keys {
             // Runs begin at keys that lie anywhere; the blocks of a run are announced one after the other.
-            let spread = (u64::from(endpoint) << 40 | key / RUN_BLOCKS).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let spread = ((u64::from(endpoint) << 40) | (key / RUN_BLOCKS)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             writer.store(BlockKey(spread.wrapping_add(key % RUN_BLOCKS)), holder);
             if key % 2000 == 1999 {
                 while writer.pending() > 0 && writer.try_publish() {}
