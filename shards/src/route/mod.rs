@@ -75,9 +75,9 @@ pub fn decide(service: &Service, facts: &Facts<'_>, chooser: &mut Chooser<'_>) -
         Ok(decision) => return Some(decision),
         Err(miss) => miss,
     };
-    let (place, reason) = select::choose(service, facts, turn)?;
+    let (place, reason, cost) = select::choose(service, facts, turn)?;
     let rows = &turn.rows;
-    let terms = Terms { load: rows.load[place], total: rows.total, candidates: rows.candidates, cap: 0, cost: 0 };
+    let terms = Terms { load: rows.load[place], total: rows.total, candidates: rows.candidates, cap: 0, cost };
     Some(Decision { miss: Some(miss), terms, ..Decision::new(place, Tier::Select, reason) })
 }
 
