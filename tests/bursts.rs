@@ -15,8 +15,8 @@ const PROMPTS: usize = 32;
 /// Requests in flight up to which an endpoint gets more of what it is about to have.
 const CLAIM_LOAD: usize = 8;
 const HARD: &str = "sel = 4\nkvLbMode = \"hard\"\n";
-/// What is in flight counts ahead for as long as the test takes.
-const TTFT: &str = "kvLbMode = \"ttft\"\nkvClaimMs = 120000\n";
+/// What is in flight counts ahead for longer than the test takes.
+const TTFT: &str = "kvLbMode = \"ttft\"\nkvClaimMs = 60000\n";
 /// What `ttft` assumes before any answer has come: microseconds per prompt and per token.
 const START_US: f64 = 20_000.0;
 const TOKEN_US: f64 = 100.0;
@@ -168,17 +168,19 @@ fn equal_cold_prompts_at_once_spread_as_cost_demands_under_ttft() {
         let (_, tokens) = value(one, "tokens").split_once('/').expect("two numbers");
         let tokens: f64 = tokens.parse().expect("a number");
         // Whoever computes it found nobody who would have been sooner.
-        assert!(number(one, "cost") >= START_US + tokens * TOKEN_US, "{one}");
+        assert!(number(one, "cost") > 0.999 * (START_US + tokens * TOKEN_US), "{one}");
     }
     for one in claimed {
         let (hits, tokens) = value(one, "tokens").split_once('/').expect("two numbers");
         assert_eq!((hits, value(one, "claimed")), ("0", tokens), "all of it, far beyond the slice that was keyed");
         let prompt_us = tokens.parse::<f64>().expect("a number") * TOKEN_US;
         let (own, _) = value(one, "load").split_once('/').expect("two numbers");
-        // 20 ms for each in line and itself, and the prompts in line there that are being computed: whole ones.
+        // 20 ms for each in line and itself, and the prompts in line there that are being computed: whole ones, whose
+        // lengths are guessed from their first slices, each time a little differently.
         let computing = number(one, "cost") - START_US * (own.parse::<f64>().expect("a number") + 1.0);
         let prompts = (computing / prompt_us).round();
-        assert!((computing - prompts * prompt_us).abs() < 0.02 * prompt_us, "{prompts} prompts in line: {one}");
+        let off = (computing - prompts * prompt_us).abs();
+        assert!(off < 0.1 * prompt_us * prompts.max(1.0), "{prompts} prompts in line: {one}");
     }
     let gateway = &burst.gateway;
     assert_eq!(gateway.metric_sum("loxilb_pd_kv_tier15_hits_total"), 0.0, "nobody holds anything");

@@ -3,7 +3,6 @@
 
 mod common;
 
-use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -77,7 +76,7 @@ impl Warm {
             format!("kvBlockSize = 16\nrouteHeader = true\nkvLbMode = \"{mode}\"\nkvColdstartSeedN = {SEED_EVERY}");
         let config = fleet::rule(port, &tokenizers, &engines).replace("kvBlockSize = 16", &options).replacen(
             "[limits]",
-            "[shards]\ncount = 2\n\n[limits]",
+            "[shards]\ncores = [0, 1]\n\n[limits]",
             1,
         );
         let gateway = Gateway::start(Options { config, ..Options::default() });
@@ -228,6 +227,11 @@ struct Plain {
 impl Plain {
     /// With a weight for each engine. Answers end when the gate lets them, if they are held.
     fn start(options: &str, weights: &[u32], held: bool) -> Self {
+        Self::over(options, &weights.iter().map(|weight| Some(*weight)).collect::<Vec<_>>(), held)
+    }
+
+    /// The same, where nobody listens in place of an engine without weight.
+    fn over(options: &str, weights: &[Option<u32>], held: bool) -> Self {
         let gate = Arc::new(Gate::default());
         let persona = || Persona { gate: held.then(|| Arc::clone(&gate)), ..Persona::default() };
         let stubs: Vec<_> = weights.iter().map(|_| StubEngine::start_as(persona())).collect();
@@ -236,10 +240,9 @@ impl Plain {
             "[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {port}\nprotocol = \"tcp\"\nrouteHeader = true\n{options}\n"
         );
         for (stub, weight) in stubs.iter().zip(weights) {
-            config += &format!(
-                "\n[[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {}\nweight = {weight}\n",
-                stub.address.port()
-            );
+            let (port, weight) = weight.map_or_else(|| (free_port(), 1), |weight| (stub.address.port(), weight));
+            config +=
+                &format!("\n[[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {port}\nweight = {weight}\n");
         }
         let gateway = Gateway::start(Options { config, ..Options::default() });
         Plain { stubs, gate, gateway, port }
@@ -320,8 +323,9 @@ fn sel_8_keeps_a_beginning_at_its_worker_up_to_the_bound_and_then_goes_on_along_
         let sent = places.len() as f64;
         wait_for("it is counted", || (plain.gateway.metric_sum("kvlane_endpoint_in_flight") == sent).then_some(()));
     }
-    let used = counts(&places, 4);
-    assert!(used.iter().all(|count| *count > 0), "{used:?}");
+    // The first three may not share a worker.
+    let used = counts(&places[..3], 4);
+    assert!(used.iter().all(|count| *count <= 1), "{places:?}");
     (0..8).for_each(|_| plain.gate.release());
     plain.wait_until_idle();
     // With nothing in flight it is at home again, each time.
@@ -335,22 +339,19 @@ fn sel_8_keeps_a_beginning_at_its_worker_up_to_the_bound_and_then_goes_on_along_
 }
 
 #[test]
-fn of_a_worker_that_is_gone_sel_9_moves_its_own_beginnings_alone() {
-    let plain = Plain::start("sel = 9", &[1; 3], false);
-    let before = homes(&plain, 48);
-    // A rule without the last worker is another rule; one where it drains keeps its place.
-    let admin = plain.gateway.admin;
-    let endpoints: Vec<Value> = plain.stubs.iter().enumerate().map(|(place, stub)| {
-        json!({"endpointIP": "127.0.0.1", "targetPort": stub.address.port(), "weight": u32::from(place != 2)})
-    }).collect();
-    let rule = json!({"serviceArguments": {"externalIP": "127.0.0.1", "port": plain.port, "protocol": "tcp", "sel": 9,
-        "mode": 4, "routeHeader": true}, "endpoints": endpoints});
-    let answer = client::post(admin, "/netlox/v1/config/loadbalancer", &rule);
-    assert_eq!(answer.status, 200, "{}", answer.text());
-    let after = homes(&plain, 48);
-    assert!(after.iter().all(|home| *home != 2), "{after:?}");
-    let by_home: HashMap<usize, usize> = before.iter().map(|home| (*home, 1)).collect();
-    assert_eq!(by_home.len(), 3, "{before:?}");
+fn of_a_worker_that_does_not_answer_sel_9_moves_its_own_beginnings_alone() {
+    let all = Plain::start("sel = 9", &[1; 3], false);
+    let before = homes(&all, 48);
+    // The same rule with nobody at the third place.
+    let gone = Plain::over("sel = 9", &[Some(1), Some(1), None], false);
+    let after = homes(&gone, 48);
+    for (prompt, (before, after)) in before.iter().zip(&after).enumerate() {
+        assert!(before == after || *before == 2, "prompt {prompt} moved from {before} to {after}");
+    }
+    let moved: Vec<usize> =
+        before.iter().zip(&after).filter(|(before, _)| **before == 2).map(|(_, after)| *after).collect();
+    let moved = counts(&moved, 3);
+    assert!(moved[0] > 0 && moved[1] > 0 && moved[2] == 0, "{moved:?}");
 }
 
 // ---- The breaker.
