@@ -5,8 +5,8 @@
 //! made smaller and faster, in proportion: a block of 512 tokens has [`BLOCK_TOKENS`], an engine's step and rates too, and
 //! every time is [`FASTER`] times as short. Times are told as they would be without that.
 //!
-//! These engines are others than those of the simulation: steps are gone through one by one, later tokens cost no more, and
-//! service has no noise but the machine's. What has to agree is the order of the policies, where the simulation tells them
+//! These engines are others than those of the simulation: steps are gone through one by one, later tokens cost no more,
+//! answers have fewer tokens and end sooner, and service has no noise but the machine's. What has to agree is the order of the policies, where the simulation tells them
 //! apart by a tenth or more.
 
 use std::io::Write;
@@ -191,8 +191,8 @@ fn start_engines(directory: &Path, setup: &Setup) -> anyhow::Result<(Child, Vec<
         ("--block-size", KV_BLOCK_TOKENS as f64),
         ("--blocks", blocks as f64),
         ("--prefill-tps", (rate * smaller * FASTER).round()),
-        // An answer has fewer tokens, and takes as long all the same.
-        ("--decode-tps", (smaller * FASTER / step).round()),
+        // As long beside a piece of a prompt as there; so an answer, which has fewer tokens, ends sooner.
+        ("--decode-tps", (FASTER / step).round()),
         ("--max-batched-tokens", (chunk * smaller).round()),
         ("--ttft-floor-ms", step * 1e3 / FASTER),
     ];
