@@ -47,7 +47,7 @@ const DECISIONS: f32 = 64.0;
 /// ρ counts as no more: beyond it the queue's length is the guide.
 const BUSY_MOST: f32 = 0.98;
 /// Costs that differ by no more are equal, in microseconds.
-const ALIKE_US: u64 = 2_000;
+pub(super) const ALIKE_US: u64 = 2_000;
 /// Costs are counted in millionths of a second; none is more than a day.
 const UNITS: f32 = 1e6;
 const COST_MOST: f32 = 86_400.0;
