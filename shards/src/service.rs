@@ -25,7 +25,7 @@ mod stats;
 
 pub use endpoint::{Endpoint, EndpointShared, EngineLoad};
 pub use kv::{Adapter, EngineRender, KvExact, MediumWeights};
-pub use policy::{Blend, Disagg, PrefixHashing, Role, Select, SessionSource, Sessions};
+pub use policy::{Blend, Bypass, Disagg, PrefixHashing, Role, Select, SessionSource, Sessions};
 pub use ring::Ring;
 pub use stats::{EndpointStats, MissReason, ServiceStats, add, count};
 
@@ -187,6 +187,8 @@ pub struct ServiceShared {
     pub zero_hits: ZeroHits,
     /// How soon its endpoints' answers begin.
     pub rates: Rates,
+    /// How soon decode legs' answers begin, by the tokens that are moved for them: its pace is that of moving.
+    pub moves: Rates,
     /// Disaggregated requests under way.
     pub pd_total: Arc<Gauge>,
     /// Endpoints that are demoted; see [`Trust`](crate::feedback::Trust).
@@ -205,6 +207,7 @@ impl ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
             rates: Rates::default(),
+            moves: Rates::default(),
             pd_total: Arc::default(),
             demoted: AtomicU32::new(0),
             bos: BosSettings::default(),

@@ -1,6 +1,7 @@
 //! P/D rules end to end: every request goes through a prefill and a decode engine, in each engine's dialect.
 
 mod admission;
+mod bypass;
 #[path = "../common/mod.rs"]
 mod common;
 mod fidelity;

@@ -523,6 +523,14 @@ impl Attempt<'_> {
         }
     }
 
+    /// Tokens of the prompt, exact or as far as its bytes tell.
+    pub(super) fn prompt_tokens(&self, score: &Score) -> u64 {
+        match score {
+            Score::Runs { prompt_tokens, .. } => *prompt_tokens,
+            Score::NotAsked | Score::Miss(_) => self.guessed_tokens(),
+        }
+    }
+
     /// Tokens of the prompt as far as its bytes tell; 0 where the request has none.
     fn guessed_tokens(&self) -> u64 {
         let body = self.request.bytes.len().saturating_sub(self.request.head.len);

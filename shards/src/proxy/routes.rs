@@ -29,6 +29,8 @@ pub struct LocalService {
     pub turn: Rc<RefCell<Turn>>,
     /// Reading end of the inventory, where the service routes by KV cache.
     pub reader: Option<Reader>,
+    /// The same of what decode endpoints hold, where the service looks at that.
+    pub decode_reader: Option<Reader>,
     /// Idle upstream connections, by endpoint.
     pub pools: Vec<Rc<Pool>>,
     /// Who waits for which prefill endpoint on this shard, kept over updates.
@@ -188,6 +190,7 @@ impl Routes {
             Rc::new(LocalService {
                 turn: turn.unwrap_or_else(|| Rc::new(RefCell::new(Turn::starting_at(shard)))),
                 reader: service.kv.as_ref().map(|kv| kv.inventory.reader()),
+                decode_reader: service.kv.as_ref().and_then(|kv| Some(kv.decode_inventory.as_ref()?.reader())),
                 pools: service.endpoints.iter().map(|endpoint| pools.of(endpoint.address)).collect(),
                 queues: waiting.unwrap_or_default(),
                 trie: known.map(|trie| Rc::clone(trie)).or_else(|| LocalTrie::of(&service)),

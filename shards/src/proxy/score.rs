@@ -77,13 +77,15 @@ pub struct PromptKeys {
     other_bos: Option<OtherBos>,
     /// The ids of the whole prompt as a JSON list, where they are to be handed on.
     ids: Option<Box<[u8]>>,
+    /// Runs at decode endpoints, in the service's own keys, where the rule looks at these.
+    at_decode: Vec<Run>,
 }
 
 #[cfg(test)]
 impl PromptKeys {
     /// Keys of the service's own space alone.
     pub fn of(own: Vec<BlockKey>) -> Self {
-        PromptKeys { own, others: Vec::new(), other_bos: None, ids: None }
+        PromptKeys { own, others: Vec::new(), other_bos: None, ids: None, at_decode: Vec::new() }
     }
 }
 
@@ -93,6 +95,13 @@ impl Score {
     pub fn first_block(&self) -> Option<(BlockKey, bool)> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         keys.own.first().map(|first| (*first, !runs.is_empty()))
+    }
+
+    /// What decode endpoints hold of the prompt; nothing where the rule does not look at that.
+    #[must_use]
+    pub fn at_decode(&self) -> &[Run] {
+        let Score::Runs { keys, .. } = self else { return &[] };
+        &keys.at_decode
     }
 
     /// The ids of the whole prompt as a JSON list; none where they are not handed on, or not certain.
@@ -291,7 +300,7 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
         Ok(Begun::Pending(pending)) => {
             if !sees_all
                 && let Some(glimpse) = pending.glimpse()
-                && let Some(score) = of_glimpse(glimpse, reader, &ticket, means).await
+                && let Some(score) = of_glimpse(glimpse, (reader, local.decode_reader.as_ref()), &ticket, means).await
             {
                 return score;
             }
@@ -326,12 +335,13 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
     ticket.breathe().await;
     let others = if others_hold { other_walks(&mut job, reader, kv, &forms) } else { Vec::new() };
     let own = InSpace::new(SpaceIndex::OWN, None);
+    let decode = local.decode_reader.as_ref().map(AtDecode::new);
     job.watch_bos(prompt.keying);
     if hands_on {
         job.keep_ids();
     }
     let bos = &local.service.shared.bos;
-    let mut work = Work { job: Some(job), own, others, means };
+    let mut work = Work { job: Some(job), own, others, decode, means };
     loop {
         match work.slice(reader) {
             Ok(None) if work.is_long_next() => turn().await,
@@ -385,17 +395,22 @@ async fn prepare<'a>(
 const GLIMPSE_MARGIN: usize = 8;
 
 /// The score of a large prompt whose begin shows that nobody holds more of it; none where the whole must be looked at.
-async fn of_glimpse(glimpse: Glimpse<'_>, reader: &Reader, ticket: &Pace, means: Means<'_>) -> Option<Score> {
+async fn of_glimpse(
+    glimpse: Glimpse<'_>,
+    (reader, decode): (&Reader, Option<&Reader>),
+    ticket: &Pace,
+    means: Means<'_>,
+) -> Option<Score> {
     let Glimpse { job, certain, part } = glimpse;
     let own = InSpace::new(SpaceIndex::OWN, None);
-    let mut work = Work { job: Some(job), own, others: Vec::new(), means };
+    let mut work = Work { job: Some(job), own, others: Vec::new(), decode: decode.map(AtDecode::new), means };
     ticket.breathe().await;
     loop {
         match work.slice(reader) {
             Ok(None) if work.is_long_next() => turn().await,
             Ok(None) => ticket.breathe().await,
             Ok(Some(Score::Runs { prompt_tokens, runs, mut keys })) => {
-                let held = runs.iter().map(|run| run.blocks as usize).max().unwrap_or(0);
+                let held = runs.iter().chain(&keys.at_decode).map(|run| run.blocks as usize).max().unwrap_or(0);
                 if keys.own.is_empty() || (held > 0 && held + GLIMPSE_MARGIN > keys.own.len()) {
                     return None;
                 }
@@ -540,11 +555,34 @@ impl InSpace {
     }
 }
 
+/// A walk among decode endpoints, in their table.
+struct AtDecode<'a> {
+    reader: &'a Reader,
+    walk: Walk,
+    /// Some of them may go further.
+    open: bool,
+}
+
+impl<'a> AtDecode<'a> {
+    fn new(reader: &'a Reader) -> Self {
+        AtDecode { reader, walk: Walk::in_space(SpaceIndex::OWN), open: true }
+    }
+
+    fn advance(&mut self, keys: &[BlockKey]) {
+        self.open = self.open && self.reader.enter().is_some_and(|guard| guard.advance(&mut self.walk, keys));
+    }
+
+    fn runs(&self) -> Vec<Run> {
+        self.reader.enter().map_or_else(Vec::new, |guard| self.walk.runs(&guard).collect())
+    }
+}
+
 struct Work<'a> {
     /// Some until it is over.
     job: Option<Job<'a>>,
     own: InSpace,
     others: Vec<InSpace>,
+    decode: Option<AtDecode<'a>>,
     means: Means<'a>,
 }
 
@@ -601,12 +639,16 @@ impl Work<'_> {
         }
         let Some(guard) = reader.enter() else { return Err(MissReason::NoWorker) };
         self.own.open = self.own.open && guard.advance(&mut self.own.walk, keys);
+        let decode_open = self.decode.as_mut().is_some_and(|decode| {
+            decode.advance(keys);
+            decode.open
+        });
         for (stream, other) in self.others.iter_mut().enumerate() {
             let shown = other.keys.len();
             job.take_other_keys(stream, &mut other.keys);
             other.open = other.open && guard.advance(&mut other.walk, &other.keys[shown..]);
         }
-        if step == Step::More && (self.own.open || self.others.iter().any(|other| other.open)) {
+        if step == Step::More && (self.own.open || decode_open || self.others.iter().any(|other| other.open)) {
             return Ok(None);
         }
         let mut runs: Vec<Run> = self.own.walk.runs(&guard).collect();
@@ -623,6 +665,7 @@ impl Work<'_> {
             others: std::mem::take(&mut self.others),
             other_bos: None,
             ids: None,
+            at_decode: self.decode.as_ref().map_or_else(Vec::new, AtDecode::runs),
         };
         Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs, keys }))
     }

@@ -29,8 +29,8 @@ const DRAIN_MAX: Duration = Duration::from_secs(30);
 
 /// How a prefill leg ended.
 pub enum PrefillEnd {
-    /// Well; its body.
-    Done(Vec<u8>),
+    /// Well; its body, and how long it took.
+    Done(Vec<u8>, Duration),
     /// Its answer is the client's: a refusal.
     Refused(Box<Whole>),
     /// It failed.
@@ -76,15 +76,17 @@ impl Task<'_, '_> {
             let beside = self.beside(&decision, to_prefill, first, dispatched, place, Rc::clone(&end));
             client.set_companion(Some(Box::pin(beside)));
             reservation.first_byte();
-            let route = Route { decision: Some(&decision), decode, prefill_time: None };
-            let first_byte = Some(budget + self.first_byte_budget());
-            let relaying = Relaying { route, dialect: Some(self.dialect), first_byte, again: false };
+            let route = Route { decision: Some(&decision), decode, prefill_time: None, straight: None };
+            let relaying = Relaying::of(route, self.dialect, budget + self.first_byte_budget());
             match errand.relay_from(client, to_decode, second, &relaying).await {
                 Ok(relayed) => {
                     self.drain(client, over);
-                    if let Some(PrefillEnd::Done(body)) = end.take()
+                    if let Some(PrefillEnd::Done(body, time)) = end.take()
                         && relayed.status == 200
                     {
+                        if let Some(began) = relayed.began {
+                            errand.moved(decode, began.saturating_sub(time));
+                        }
                         errand.proved(&decision, &body);
                     }
                     return Ok(relayed.next);
@@ -100,7 +102,7 @@ impl Task<'_, '_> {
                         }
                         Some(PrefillEnd::TimedOut) => return Err(errand.refuse(LegRefusal::PrefillTimeout)),
                         Some(PrefillEnd::Failed(fault)) => self.again(decision.endpoint, fault, fresh, &mut tried)?,
-                        Some(PrefillEnd::Done(_)) | None => return Err(errand.failed(DecodeFault::Died)),
+                        Some(PrefillEnd::Done(..)) | None => return Err(errand.failed(DecodeFault::Died)),
                     }
                 }
                 Err(DecodeFault::Stale(_)) if !fresh => {
@@ -202,7 +204,7 @@ impl Task<'_, '_> {
         count(&errand.endpoint(decision.endpoint).shared.stats_of(errand.proxy().id).requests);
         async move {
             let ended = beside.run(upstream, message).await;
-            let verdict = if matches!(ended, PrefillEnd::Done(_)) { Verdict::Well } else { Verdict::Interrupts };
+            let verdict = if matches!(ended, PrefillEnd::Done(..)) { Verdict::Well } else { Verdict::Interrupts };
             end.set(Some(ended));
             verdict
         }
@@ -257,8 +259,8 @@ impl PrefillBeside {
                     200..300 => {
                         self.counted.set(LegOutcome::Ok);
                         let stats = &self.service.shared.stats_of(self.shard).pd;
-                        self.dispatched.answered(&self.service, self.index, stats);
-                        PrefillEnd::Done(whole.body().to_vec())
+                        let time = self.dispatched.answered(&self.service, self.index, stats);
+                        PrefillEnd::Done(whole.body().to_vec(), time)
                     }
                     300..500 => {
                         self.counted.set(LegOutcome::Rejected);

@@ -219,13 +219,16 @@ impl Task<'_, '_> {
             let mut opened = errand.connect(client, index).await?;
             if let Some(upstream) = opened.take() {
                 reservation.first_byte();
-                let route = Route { decision: Some(&decision), decode: index, prefill_time: Some(time) };
-                let first_byte = Some(self.first_byte_budget());
-                let relaying = Relaying { route, dialect: Some(self.dialect), first_byte, again: false };
+                let route =
+                    Route { decision: Some(&decision), decode: index, prefill_time: Some(time), straight: None };
+                let relaying = Relaying::of(route, self.dialect, self.first_byte_budget());
                 let sent = std::mem::take(&mut message);
                 match errand.send(client, upstream, sent, &relaying).await {
                     Ok(relayed) => {
                         if relayed.status == 200 {
+                            if handed_over && let Some(began) = relayed.began {
+                                errand.moved(index, began);
+                            }
                             errand.proved(&decision, whole.body());
                         }
                         return Ok(relayed.next);

@@ -13,6 +13,9 @@
 //! the request drops both, and with them their connections, which is how engines learn of it. After the first byte of
 //! the decode answer nothing is tried again.
 //!
+//! Where a rule allows it, a decode endpoint does a request alone that it is sooner done with so; see
+//! [`choose_straight`](crate::route::choose_straight).
+//!
 //! | what goes wrong | before the client has a byte | after |
 //! |---|---|---|
 //! | a connect is refused | another endpoint, nothing lost | – |
@@ -22,9 +25,11 @@
 //! | the prefill leg is too slow | 504 | as above |
 //! | the decode leg dies | 502; what it was handed over may be gone | the stream ends with an error event |
 //! | the decode leg answers an error | the client gets that | – |
+//! | a decode endpoint that does it alone fails, or answers 5xx | both legs do it | the stream ends with an error event |
 
 mod admit;
 mod at_once;
+mod bypass;
 mod in_turn;
 mod leg;
 mod message;
@@ -49,7 +54,7 @@ use crate::ids::{EndpointIndex, ShardId};
 use crate::load::Reservation;
 use crate::prompt::{Api, Outline, Splice, SpliceError};
 use crate::rates::FirstByte;
-use crate::route::{Decision, Pin};
+use crate::route::{Decision, Pin, Straight};
 use crate::service::{Disagg, Endpoint, Service, count};
 use crate::usage::Tail;
 
@@ -104,6 +109,9 @@ impl Errand<'_> {
             return Err(self.refuse(LegRefusal::TotalReached));
         };
         let task = Task { errand: self, dialect, api, body };
+        if let Some(next) = task.straight(client).await? {
+            return Ok(next);
+        }
         if dialect.is_concurrent() { task.at_once(client).await } else { task.in_turn(client).await }
     }
 
@@ -296,6 +304,8 @@ struct Route<'r> {
     decision: Option<&'r Decision>,
     decode: EndpointIndex,
     prefill_time: Option<Duration>,
+    /// Why there is no prefill leg, where that was decided.
+    straight: Option<&'r Straight>,
 }
 
 /// What is known of a prefill leg that goes on beside the decode leg.
