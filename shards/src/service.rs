@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use crate::bos::BosSettings;
+use crate::disagg::Parting;
 use crate::disagg::ladder::Gauge;
 use crate::ids::{ServiceId, ShardId};
 use crate::predictions::ZeroHits;
@@ -191,6 +192,8 @@ pub struct ServiceShared {
     pub moves: Rates,
     /// Disaggregated requests under way.
     pub pd_total: Arc<Gauge>,
+    /// Which kinds of requests its engines part.
+    pub pd_parting: Parting,
     /// Endpoints that are demoted; see [`Trust`](crate::feedback::Trust).
     pub demoted: AtomicU32,
     /// Begin-of-text tokens, where use has shown what files and rule do not say.
@@ -209,6 +212,7 @@ impl ServiceShared {
             rates: Rates::default(),
             moves: Rates::default(),
             pd_total: Arc::default(),
+            pd_parting: Parting::default(),
             demoted: AtomicU32::new(0),
             bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),

@@ -78,7 +78,7 @@ pub(super) fn encode(families: &mut Families<'_>, view: &View) -> std::fmt::Resu
         ("kvlane_pd_in_flight", "Requests with two legs under way", |entry| u64::from(entry.shared.pd_total.count())),
         ("kvlane_pd_parked", "Requests that wait for a prefill endpoint", |entry| {
             let endpoints = entry.service.endpoints.iter();
-            endpoints.map(|endpoint| u64::from(endpoint.shared.places.parked.count())).sum()
+            endpoints.map(|endpoint| u64::from(endpoint.shared.places.queue.count())).sum()
         }),
     ];
     for (name, help, read) in gauges {

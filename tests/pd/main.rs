@@ -7,6 +7,7 @@ mod common;
 mod fidelity;
 mod matrix;
 mod routing;
+mod talk;
 
 use common::client;
 use common::pd::{Fleet, Plan, end_of, events, name_of, said};

@@ -55,6 +55,7 @@ mod scheduler;
 mod script;
 mod sglang_wire;
 mod shared;
+mod talk;
 mod template;
 #[cfg(test)]
 mod testing;

@@ -449,7 +449,7 @@ impl Attempt<'_> {
         if close {
             added.extend_from_slice(CLOSE_LINE);
         }
-        let terms = Terms { added: &added, is_http10: head.is_http10, broken: BROKEN_EVENTS, wants_done: false };
+        let terms = Terms { added: &added, is_http10: head.is_http10, broken: BROKEN_EVENTS, ends_with: None };
         self.tail = self.wants_usage(endpoint).then(Tail::default);
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.

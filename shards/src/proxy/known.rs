@@ -103,8 +103,8 @@ impl Known {
         }
     }
 
-    /// The decode endpoint of its session, which has one already, is another: the request has been sent there alone.
-    pub fn sent_straight(&self, proxy: &Proxy, service: &Service, decode: EndpointIndex) {
+    /// The decode endpoint of its session, which has one already, is this one: the request has been sent there.
+    pub fn decodes_at(&self, proxy: &Proxy, service: &Service, decode: EndpointIndex) {
         if let (Some(pin), Some(key), Some(sessions)) = (self.pin(proxy), self.session, &service.sessions) {
             let terms = PinTerms { service: service.id, ttl: sessions.ttl, max: sessions.max, now_s: now_s() };
             proxy.affinity.borrow_mut().put(key, Pin { decode: Some(decode), ..pin }, terms);

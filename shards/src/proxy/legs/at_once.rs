@@ -8,7 +8,7 @@ use super::admit::Admitted;
 use super::leg::{self, LegFault, Whole};
 use super::message::{self, Leg};
 use super::relayed::{DecodeFault, Relaying, id_line};
-use super::{Beside, Counted, Dispatched, Route, Task, Tried};
+use super::{Counted, Dispatched, PrefillTime, Route, Side, Task, Tried};
 use crate::disagg::bootstrap::{self, Meeting};
 use crate::disagg::nixl::{self, Coordinates};
 use crate::disagg::refusal::LegRefusal;
@@ -29,8 +29,8 @@ const DRAIN_MAX: Duration = Duration::from_secs(30);
 
 /// How a prefill leg ended.
 pub enum PrefillEnd {
-    /// Well; its body, and how long it took.
-    Done(Vec<u8>, Duration),
+    /// Well; its answer, and how long it took.
+    Done(Box<Whole>, Duration),
     /// Its answer is the client's: a refusal.
     Refused(Box<Whole>),
     /// It failed.
@@ -70,30 +70,31 @@ impl Task<'_, '_> {
             };
             errand.sent(&decision, decode);
             let (first, second) = self.messages(&decision, decode).await?;
-            let end: Beside = Rc::default();
-            let budget = dispatched.budget;
-            let over = dispatched.at + budget;
-            let beside = self.beside(&decision, to_prefill, first, dispatched, place, Rc::clone(&end));
+            let side: Rc<Side> = Rc::default();
+            let (at, budget) = (dispatched.at, dispatched.budget);
+            let over = at + budget;
+            let beside = self.beside(&decision, to_prefill, first, dispatched, place, Rc::clone(&side));
             client.set_companion(Some(Box::pin(beside)));
             reservation.first_byte();
-            let route = Route { decision: Some(&decision), decode, prefill_time: None, straight: None };
+            let route =
+                Route { decision: Some(&decision), decode, prefill: PrefillTime::Beside(&side, at), straight: None };
             let relaying = Relaying::of(route, self.dialect, budget + self.first_byte_budget());
             match errand.relay_from(client, to_decode, second, &relaying).await {
                 Ok(relayed) => {
                     self.drain(client, over);
-                    if let Some(PrefillEnd::Done(body, time)) = end.take()
+                    if let Some(PrefillEnd::Done(whole, time)) = side.end.take()
                         && relayed.status == 200
                     {
                         if let Some(began) = relayed.began {
                             errand.moved(decode, began.saturating_sub(time));
                         }
-                        errand.proved(&decision, &body);
+                        errand.proved(&decision, whole.body());
                     }
                     return Ok(relayed.next);
                 }
                 Err(DecodeFault::OtherLeg) => {
                     self.count_abort();
-                    match end.take() {
+                    match side.end.take() {
                         Some(PrefillEnd::Refused(whole)) => {
                             if self.dialect == Dialect::Bootstrap {
                                 count(&errand.stats().sg_prefill_reject_relay);
@@ -114,7 +115,7 @@ impl Task<'_, '_> {
                 }
                 Err(fault) => {
                     client.set_companion(None);
-                    if matches!(end.take(), Some(PrefillEnd::Refused(_) | PrefillEnd::Failed(_))) {
+                    if matches!(side.end.take(), Some(PrefillEnd::Refused(_) | PrefillEnd::Failed(_))) {
                         self.count_abort();
                     }
                     return Err(errand.failed(fault));
@@ -175,8 +176,8 @@ impl Task<'_, '_> {
         let engine_id = endpoint.nixl_engine_id.as_deref().unwrap_or_default();
         let at = Coordinates { engine_id, host: endpoint.address.ip(), port: endpoint.nixl_port };
         let (mut first, mut second) = (self.body.clone(), self.body.clone());
-        nixl::prefill(&mut first)?;
-        nixl::decode(&mut second, &nixl::push_params(at, id))?;
+        nixl::prefill(&mut first, self.api)?;
+        nixl::decode(&mut second, nixl::push_params(at, id))?;
         Ok((first, second))
     }
 
@@ -188,7 +189,7 @@ impl Task<'_, '_> {
         message: Vec<u8>,
         dispatched: Dispatched,
         place: Option<crate::disagg::ladder::Taken>,
-        end: Beside,
+        side: Rc<Side>,
     ) -> impl Future<Output = Verdict> + 'static {
         let errand = self.errand;
         let beside = PrefillBeside {
@@ -205,7 +206,10 @@ impl Task<'_, '_> {
         async move {
             let ended = beside.run(upstream, message).await;
             let verdict = if matches!(ended, PrefillEnd::Done(..)) { Verdict::Well } else { Verdict::Interrupts };
-            end.set(Some(ended));
+            if let PrefillEnd::Done(_, time) = &ended {
+                side.time.set(Some(*time));
+            }
+            side.end.set(Some(ended));
             verdict
         }
     }
@@ -260,7 +264,7 @@ impl PrefillBeside {
                         self.counted.set(LegOutcome::Ok);
                         let stats = &self.service.shared.stats_of(self.shard).pd;
                         let time = self.dispatched.answered(&self.service, self.index, stats);
-                        PrefillEnd::Done(whole.body().to_vec(), time)
+                        PrefillEnd::Done(Box::new(whole), time)
                     }
                     300..500 => {
                         self.counted.set(LegOutcome::Rejected);

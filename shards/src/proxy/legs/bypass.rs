@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::message::{self, Leg};
 use super::relayed::{DecodeFault, Relaying, id_line};
-use super::{Errand, Route, Task};
+use super::{Errand, PrefillTime, Route, Task};
 use crate::belief::NamedRank;
 use crate::ids::EndpointIndex;
 use crate::load::Load;
@@ -42,14 +42,15 @@ impl Task<'_, '_> {
             count(&stats.bypass_failed);
             return Ok(None);
         };
-        errand.attempt.known.sent_straight(errand.proxy(), errand.service(), straight.endpoint);
+        errand.attempt.known.decodes_at(errand.proxy(), errand.service(), straight.endpoint);
         let id = errand.request().made_id.clone();
         let mut lines = id_line(id.as_deref());
         if let Some(rank) = straight.rank {
             push_line(&mut lines, exchange::RANK_HEADER, rank.0);
         }
         let message = message::make(errand, Leg::Decode, None, &lines, id.is_some()).await;
-        let route = Route { decision: None, decode: straight.endpoint, prefill_time: None, straight: Some(&straight) };
+        let route =
+            Route { decision: None, decode: straight.endpoint, prefill: PrefillTime::None, straight: Some(&straight) };
         // An error of its own is not passed on: two legs may do better.
         let relaying = Relaying {
             reservation: Some(&reservation),

@@ -36,7 +36,6 @@ mod message;
 mod relayed;
 
 use std::cell::Cell;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -93,7 +92,9 @@ impl Errand<'_> {
 
     async fn carry_on(&self, client: &mut Client) -> Result<Next, Failure> {
         let dialect = Dialect::of(self.service().engine, self.pd.push);
-        let parted = dialect.zip(self.attempt.api).filter(|(dialect, api)| dialect.serves(*api));
+        let parting = &self.service().shared.pd_parting;
+        let parted =
+            dialect.zip(self.attempt.api).filter(|(dialect, api)| dialect.serves(*api) && parting.is_wanted(*api));
         let Some((dialect, api)) = parted else { return self.undivided(client).await };
         let outlined = client.guard(None, self.outline()).await.map_err(|interrupt| self.left(interrupt))?;
         let body = match outlined {
@@ -102,6 +103,9 @@ impl Errand<'_> {
             Err(SpliceError::NotAnObject) => return self.undivided(client).await,
             Err(error) => return Err(self.unsplittable(dialect, error.into())),
         };
+        if !disagg::can_be_parted(api, &body) {
+            return self.undivided(client).await;
+        }
         disagg::check_own(dialect, &body).map_err(|error| self.unsplittable(dialect, error))?;
         let total = self.service().shared.pd_total.take(self.pd.ladder.total);
         let Some(_total) = total else {
@@ -115,14 +119,18 @@ impl Errand<'_> {
         if dialect.is_concurrent() { task.at_once(client).await } else { task.in_turn(client).await }
     }
 
-    /// Looks through the body in slices.
+    /// Looks through the client's body.
     async fn outline(&self) -> Result<Splice<'_>, SpliceError> {
-        let body = &self.request().bytes[self.request().head.len..];
-        if body.len() <= SCAN_BYTES {
-            return Splice::of(body);
+        self.outline_of(&self.request().bytes[self.request().head.len..]).await
+    }
+
+    /// Looks through a JSON object in slices.
+    async fn outline_of<'b>(&self, object: &'b [u8]) -> Result<Splice<'b>, SpliceError> {
+        if object.len() <= SCAN_BYTES {
+            return Splice::of(object);
         }
         let ticket = self.proxy().ticket.take().await;
-        let mut outline = Outline::new(body);
+        let mut outline = Outline::new(object);
         while !outline.step(SCAN_BYTES)? {
             ticket.breathe().await;
         }
@@ -303,10 +311,27 @@ impl Tried {
 struct Route<'r> {
     decision: Option<&'r Decision>,
     decode: EndpointIndex,
-    prefill_time: Option<Duration>,
+    prefill: PrefillTime<'r>,
     /// Why there is no prefill leg, where that was decided.
     straight: Option<&'r Straight>,
 }
 
+/// How long the prefill leg took.
+#[derive(Clone, Copy)]
+enum PrefillTime<'r> {
+    /// There is none.
+    None,
+    /// So long.
+    Took(Duration),
+    /// It goes on beside, since then; or it has ended by now.
+    Beside(&'r Side, Instant),
+}
+
 /// What is known of a prefill leg that goes on beside the decode leg.
-type Beside = Rc<Cell<Option<at_once::PrefillEnd>>>;
+#[derive(Default)]
+struct Side {
+    /// How it ended.
+    end: Cell<Option<at_once::PrefillEnd>>,
+    /// How long it took, where it ended well.
+    time: Cell<Option<Duration>>,
+}

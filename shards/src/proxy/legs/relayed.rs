@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
 use super::message::{self, Leg};
-use super::{Counted, Errand, Route, Tried};
+use super::{Counted, Errand, PrefillTime, Route, Tried};
 use crate::disagg::Dialect;
 use crate::disagg::refusal::{LegRefusal, broken_events};
 use crate::disagg::stats::LegOutcome;
@@ -17,7 +17,7 @@ use crate::proxy::client::Client;
 use crate::proxy::evidence;
 use crate::proxy::exchange::{self, Failure, Next, NotOpened};
 use crate::proxy::outgoing::{ID_HEADER, id_of, push_line};
-use crate::proxy::relay::{self, CLOSE_LINE, Fault, Heard, Progress, Terms};
+use crate::proxy::relay::{self, CLOSE_LINE, Fault, Heard, Progress, StreamEnd, Terms};
 use crate::proxy::upstream::Upstream;
 use crate::proxy::watch::Interrupt;
 use crate::route::Tier;
@@ -180,7 +180,7 @@ impl Errand<'_> {
             added: &added,
             is_http10,
             broken: relaying.dialect.map_or(BROKEN_EVENTS, broken_events),
-            wants_done: relaying.dialect.is_some(),
+            ends_with: relaying.dialect.and(self.attempt.api).map(StreamEnd::of),
         };
         let began = Cell::new(None);
         let progress = |progress| {
@@ -283,8 +283,14 @@ impl Errand<'_> {
                 straight.held + straight.missing
             );
         }
-        if let Some(time) = route.prefill_time {
-            text.push_str(&format!("; prefill_ms={}", time.as_millis()));
+        match route.prefill {
+            PrefillTime::None => {}
+            PrefillTime::Took(time) => text.push_str(&format!("; prefill_ms={}", time.as_millis())),
+            PrefillTime::Beside(side, at) => match side.time.get() {
+                Some(time) => text.push_str(&format!("; prefill_ms={}", time.as_millis())),
+                // It goes on: so long at least.
+                None => text.push_str(&format!("; prefill_ms={}+", at.elapsed().as_millis())),
+            },
         }
         text.push_str(&format!("; decode_idx={}; decode={}; decode_ms={decode_ms}", route.decode.0, decode.address));
         text
@@ -309,7 +315,7 @@ impl Errand<'_> {
             let id = self.request().made_id.clone();
             let lines = id_line(id.as_deref());
             let message = message::make(self, Leg::Decode, None, &lines, id.is_some()).await;
-            let route = Route { decision: None, decode: index, prefill_time: None, straight: None };
+            let route = Route { decision: None, decode: index, prefill: PrefillTime::None, straight: None };
             let relaying = Relaying { route, dialect: None, first_byte: None, again: false, reservation: None };
             match self.send(client, upstream, message, &relaying).await {
                 Ok(relayed) => return Ok(relayed.next),

@@ -69,10 +69,10 @@ fn who_has_much_to_do_is_sooner_done_with_less() {
     let mut busy = only_three();
     (0..512).for_each(|_| reserve(&mut busy, 0, true));
     assert_eq!((busy.why(307, &[]).map(|found| found.0), busy.why(308, &[])), (Some(3), None));
-    // 300 tokens that wait there are computed first: (60 − 20 − 30) / 0.08 = 125 tokens.
+    // 304 tokens that wait there are computed first: (60 − 20 − 30.4) / 0.08 = 120 tokens.
     let mut waiting = only_three();
-    reserve(&mut waiting, 300, false);
-    assert_eq!((waiting.why(124, &[]).map(|found| found.0), waiting.why(126, &[])), (Some(3), None));
+    reserve(&mut waiting, 304, false);
+    assert_eq!((waiting.why(119, &[]).map(|found| found.0), waiting.why(121, &[])), (Some(3), None));
 }
 
 #[test]
