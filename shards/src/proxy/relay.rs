@@ -377,7 +377,7 @@ pub async fn relay(
         };
         match result {
             Ok(1..) => {}
-            Ok(0) if until_close && done.seen => {
+            Ok(0) if until_close && !done.is_missing() => {
                 buffers.give_back(buffer);
                 return Ok(false);
             }
