@@ -81,6 +81,9 @@ impl Task<'_, '_> {
             let relaying = Relaying::of(route, self.dialect, budget + self.first_byte_budget());
             match errand.relay_from(client, to_decode, second, &relaying).await {
                 Ok(relayed) => {
+                    if fresh {
+                        count(&errand.stats().connect_retry_same_ep_ok);
+                    }
                     self.drain(client, over);
                     if let Some(PrefillEnd::Done(whole, time)) = side.end.take()
                         && relayed.status == 200
