@@ -55,6 +55,8 @@ enum Base {
     Pd,
     /// The same, with a tree of the texts that were sent.
     PdAware,
+    /// Prefill and decode pools of vLLM engines, with requests that go straight to decode.
+    PdBypass,
     /// Prefill and decode pools of SGLang engines.
     PdSglang,
     /// Prefill and decode pools of TensorRT-LLM engines.
@@ -107,7 +109,7 @@ const fn plain(
     of(Base::Plain, name, kind, default, sample, says)
 }
 
-use Base::{Hashed, Kv, Pd, PdAware, PdSglang, PdTrtllm, Trtllm};
+use Base::{Hashed, Kv, Pd, PdAware, PdBypass, PdSglang, PdTrtllm, Trtllm};
 use Kind::{Flag, Int, List, Object, OneOf, Text};
 
 const PORT: Kind = Int(0, 65_535);
@@ -203,7 +205,14 @@ pub const SERVICE: &[Member] = &[
         "\"held\"",
         "Send what a decode engine does sooner alone straight there: short prompts, or those it holds nearly all of too",
     ),
-    of(Pd, "pdBypassTokens", Int(0, 1_048_576), "learned", "256", "Tokens that a decode engine may be left to compute"),
+    of(
+        PdBypass,
+        "pdBypassTokens",
+        Int(0, 1_048_576),
+        "learned",
+        "256",
+        "Tokens that a decode engine may be left to compute",
+    ),
     of(Pd, "pdNixlPush", Flag, "false", "true", "vLLM's prefill engines bring their blocks"),
     of(PdTrtllm, "pdAuthKeyFile", Text, "", "\"/dev/null/none\"", "File with the key that signs generation legs"),
     of(PdSglang, "pdBootstrapPort", PORT, "8998", "8999", "Port at which SGLang's prefill engines meet decode engines"),
@@ -395,13 +404,14 @@ fn sample_body(member: &Member, of_endpoint: bool) -> Value {
         Trtllm => engine("trtllm"),
         Pd => json!({"pd_disagg_mode": true, "kvExactMode": 1}),
         PdAware => json!({"pd_disagg_mode": true, "kvExactMode": 1, "pd_cache_aware_mode": true}),
+        PdBypass => json!({"pd_disagg_mode": true, "kvExactMode": 1, "pdBypass": "short"}),
         PdSglang => json!({"pd_disagg_mode": true, "kvExactMode": 1, "kvEngineType": "sglang"}),
         PdTrtllm => json!({"pd_disagg_mode": true, "kvExactMode": 1, "kvEngineType": "trtllm"}),
     };
     for (name, value) in more.as_object().into_iter().flatten() {
         service[name] = value.clone();
     }
-    let pd = matches!(member.base, Pd | PdAware | PdSglang | PdTrtllm);
+    let pd = matches!(member.base, Pd | PdAware | PdBypass | PdSglang | PdTrtllm);
     let mut endpoints: Vec<Value> =
         (1..=2).map(|number| json!({"endpointIP": format!("10.0.0.{number}"), "targetPort": 8000})).collect();
     if pd {
