@@ -66,7 +66,8 @@ fn a_stream_of_theirs_that_ends_early_is_told_to_be_broken() {
         let end = LegFault { action: Action::End, phase: Phase::Answering, status: 0, ms: 0, after: 3, times: 1 };
         fleet.decode[0].set_leg_fault(Some(end));
         let answer = fleet.ask(path, &body(path, "the lake is deep", &json!({"stream": true})));
-        assert_eq!(answer.status, 200);
+        // Whether the client had a part of it by then is for the two connections to say.
+        assert!([200, 502].contains(&answer.status), "{path}: {}", answer.status);
         assert!(answer.text().contains("pd_decode_backend_died"), "{path}: {}", answer.text());
         fleet.assert_idle(path);
     }
