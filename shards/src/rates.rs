@@ -96,6 +96,15 @@ impl Default for Rates {
     }
 }
 
+#[cfg(test)]
+impl Rates {
+    /// As if this pace had been learned from so many answers.
+    pub fn known(pace: Pace, lessons: u32) -> Self {
+        let bits = |seconds: f32| AtomicU32::new(seconds.to_bits());
+        Rates { start: bits(pace.start), per_token: bits(pace.per_token), lessons: AtomicU32::new(lessons) }
+    }
+}
+
 impl Rates {
     /// The pace as far as it is known.
     #[must_use]
@@ -136,6 +145,16 @@ impl Rates {
         self.start.store(moved(start, start, START), Ordering::Relaxed);
         self.per_token.store(moved(per_token, computing, PER_TOKEN), Ordering::Relaxed);
         endpoint.learn(lessons, predicted, elapsed);
+    }
+
+    /// Learns from one answer how slow the endpoint is, and nothing of the pace: endpoints that mostly do something else do
+    /// not tell what the others are like.
+    pub fn compare(&self, endpoint: &Slowness, answer: &FirstByte) {
+        if answer.ahead.prefill == 0 {
+            let Pace { start, per_token } = self.pace();
+            let predicted = start + per_token * work(answer.uncached_tokens, answer.ahead.decode);
+            endpoint.learn(self.lessons(), predicted, answer.elapsed.as_secs_f32());
+        }
     }
 }
 
@@ -268,6 +287,19 @@ mod tests {
         assert_eq!(slow.factor(rates.lessons()), 1.0);
         both(8);
         assert!(slow.factor(rates.lessons()) > 2.0, "and is slow still");
+    }
+
+    #[test]
+    fn an_endpoint_that_is_compared_changes_its_factor_and_nobody_else_s() {
+        let (rates, endpoint) = (Rates::default(), Slowness::default());
+        // 0.02 + 1,000 × 1e-4 = 0.12 s are expected.
+        (0..64).for_each(|_| rates.compare(&endpoint, &answer(1_000, 0.6)));
+        assert_close(endpoint.factor(0), 5.0, 0.2);
+        assert_eq!((rates.pace(), rates.lessons()), (UNKNOWN, 0));
+        let waited = FirstByte { ahead: Load { prefill: 1, ..IDLE }, ..answer(1_000, 0.0) };
+        let before = endpoint.factor(0);
+        rates.compare(&endpoint, &waited);
+        assert_eq!(endpoint.factor(0), before);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use crate::bos::BosSettings;
+use crate::disagg::Parting;
 use crate::disagg::ladder::Gauge;
 use crate::ids::{ServiceId, ShardId};
 use crate::predictions::ZeroHits;
@@ -25,7 +26,7 @@ mod stats;
 
 pub use endpoint::{Endpoint, EndpointShared, EngineLoad};
 pub use kv::{Adapter, EngineRender, KvExact, MediumWeights};
-pub use policy::{Blend, Disagg, PrefixHashing, Role, Select, SessionSource, Sessions};
+pub use policy::{Blend, Bypass, Disagg, PrefixHashing, Role, Select, SessionSource, Sessions};
 pub use ring::Ring;
 pub use stats::{EndpointStats, MissReason, ServiceStats, add, count};
 
@@ -187,8 +188,12 @@ pub struct ServiceShared {
     pub zero_hits: ZeroHits,
     /// How soon its endpoints' answers begin.
     pub rates: Rates,
+    /// How soon decode legs' answers begin, by the tokens that are moved for them: its pace is that of moving.
+    pub moves: Rates,
     /// Disaggregated requests under way.
     pub pd_total: Arc<Gauge>,
+    /// Which kinds of requests its engines part.
+    pub pd_parting: Parting,
     /// Endpoints that are demoted; see [`Trust`](crate::feedback::Trust).
     pub demoted: AtomicU32,
     /// Begin-of-text tokens, where use has shown what files and rule do not say.
@@ -205,7 +210,9 @@ impl ServiceShared {
             seed_ticks: AtomicU64::new(0),
             zero_hits: ZeroHits::default(),
             rates: Rates::default(),
+            moves: Rates::default(),
             pd_total: Arc::default(),
+            pd_parting: Parting::default(),
             demoted: AtomicU32::new(0),
             bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),

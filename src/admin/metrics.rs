@@ -17,7 +17,7 @@ use prometheus_client::registry::Registry;
 use shards::prompt::PrefixStats;
 use shards::proxy::tier_name;
 use shards::route::Tier;
-use shards::service::{Endpoint, EndpointStats, MissReason, ServiceStats};
+use shards::service::{Endpoint, EndpointStats, MissReason, Role, ServiceStats};
 
 use crate::supervise::{Control, Entry, ShardView, View};
 
@@ -173,7 +173,8 @@ fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std
         });
         families.counter(name, help, samples)?;
     }
-    let blocks = each_endpoint(view).map(|(labels, e)| (labels, e.shared.kv_blocks.load(Ordering::Relaxed)));
+    let routed = each_endpoint(view).filter(|(_, endpoint)| endpoint.role != Role::Decode);
+    let blocks = routed.map(|(labels, e)| (labels, e.shared.kv_blocks.load(Ordering::Relaxed)));
     families.gauge("loxilb_pd_kv_blocks", "Blocks announced by the engine and not withdrawn", blocks)?;
     let info = each_endpoint(view).map(|(mut labels, endpoint)| {
         labels.push(("ep", endpoint.address.to_string()));

@@ -7,6 +7,8 @@ use std::sync::atomic::Ordering;
 use prometheus_client::encoding::{EncodeMetric, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 use shards::disagg::stats::{BUCKETS_MS, Histogram, LegOutcome, PdStats};
+use shards::route::{Why, break_even};
+use shards::service::Role;
 
 use crate::supervise::{Entry, View};
 
@@ -33,6 +35,13 @@ pub(super) fn encode(families: &mut Families<'_>, view: &View) -> std::fmt::Resu
         })
     });
     families.counter("loxilb_ai_pd_requests", "Legs by their outcome", legs)?;
+    let straight = entries.iter().flat_map(|entry| {
+        Why::ALL.into_iter().map(move |why| {
+            let of = |stats: &PdStats| stats.bypassed[why as usize].load(Ordering::Relaxed);
+            (labels(entry, &[("reason", why.name())]), sum(entry, of))
+        })
+    });
+    families.counter("kvlane_pd_bypassed", "Requests that went straight to a decode endpoint, and why", straight)?;
     // Every service has the same series.
     for place in 0..first.shared.stats[0].pd.series().len() {
         let (name, _) = first.shared.stats[0].pd.series()[place];
@@ -50,12 +59,26 @@ pub(super) fn encode(families: &mut Families<'_>, view: &View) -> std::fmt::Resu
         let samples = entries.iter().map(|entry| (labels(entry, &[]), Times::of(entry, read)));
         families.metrics(name, help, MetricType::Histogram, samples)?;
     }
+    let break_even = entries.iter().filter_map(|entry| {
+        let tokens = break_even(&entry.shared.rates, &entry.shared.moves)?;
+        Some((labels(entry, &[]), u64::from(tokens)))
+    });
+    let help = "Tokens that an idle decode endpoint computes as soon as they would be moved to it";
+    families.gauge("kvlane_pd_break_even_tokens", help, break_even)?;
+    let held = entries.iter().filter(|entry| entry.decode_inventory.is_some()).flat_map(|entry| {
+        let decode = entry.service.endpoints.iter().filter(|endpoint| endpoint.role == Role::Decode);
+        decode.map(|endpoint| {
+            let labels = labels(entry, &[("ep_idx", &endpoint.shared.index.0.to_string())]);
+            (labels, endpoint.shared.kv_blocks.load(Ordering::Relaxed))
+        })
+    });
+    families.gauge("kvlane_pd_decode_blocks", "Blocks that decode endpoints announced, for the bypass alone", held)?;
     type Gauge = fn(&Entry) -> u64;
     let gauges: [(&str, &str, Gauge); 2] = [
         ("kvlane_pd_in_flight", "Requests with two legs under way", |entry| u64::from(entry.shared.pd_total.count())),
         ("kvlane_pd_parked", "Requests that wait for a prefill endpoint", |entry| {
             let endpoints = entry.service.endpoints.iter();
-            endpoints.map(|endpoint| u64::from(endpoint.shared.places.parked.count())).sum()
+            endpoints.map(|endpoint| u64::from(endpoint.shared.places.queue.count())).sum()
         }),
     ];
     for (name, help, read) in gauges {

@@ -97,11 +97,32 @@ impl IngestOptions {
     }
 }
 
-/// The event sources of one service.
+/// Which endpoints of a service a table of blocks is of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Pool {
+    /// Those that compute prompts: what Tier 1.5 routes by.
+    #[default]
+    Prompts,
+    /// Decode endpoints of a P/D rule, in a table of their own: only whether a request goes straight to one hangs on it.
+    Decode,
+}
+
+/// One table of blocks: a service has one for each pool that is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct TableId {
+    /// The service.
+    pub service: ServiceId,
+    /// Which of its endpoints.
+    pub pool: Pool,
+}
+
+/// The event sources of one table.
 #[derive(Clone, Debug)]
 pub struct ServiceSources {
     /// The service.
     pub id: ServiceId,
+    /// Which of its endpoints they are of.
+    pub pool: Pool,
     /// The rule's `kvEngineType`: whose events they are.
     pub engine: Engine,
     /// The rule's `kvBlockSize`, tokens.
@@ -112,6 +133,14 @@ pub struct ServiceSources {
     pub believed: Option<Arc<Believed>>,
     /// Its endpoints.
     pub endpoints: Vec<EndpointSources>,
+}
+
+impl ServiceSources {
+    /// The table that they fill.
+    #[must_use]
+    pub fn table(&self) -> TableId {
+        TableId { service: self.id, pool: self.pool }
+    }
 }
 
 /// The event sources of one endpoint.
@@ -254,7 +283,7 @@ impl Ingest {
         self.shared.load_slots.store(slots, Ordering::Relaxed);
     }
 
-    /// Begins to read the events of a new service into its inventory.
+    /// Begins to read the events of a new table into its inventory.
     ///
     /// # Errors
     /// [`Error::Gone`]
@@ -262,7 +291,7 @@ impl Ingest {
         self.tell(sources.id, Command::Add(sources, Box::new(inventory)))
     }
 
-    /// Changes the sources of a service. An endpoint whose sources are the same stays undisturbed; of one that
+    /// Changes the sources of a table. An endpoint whose sources are the same stays undisturbed; of one that
     /// is gone, or whose sources changed, everything known is forgotten.
     ///
     /// # Errors
@@ -271,12 +300,12 @@ impl Ingest {
         self.tell(sources.id, Command::Update(sources))
     }
 
-    /// Ends a service and frees all it held.
+    /// Ends a table and frees all it held.
     ///
     /// # Errors
     /// [`Error::Gone`]
-    pub fn remove_service(&self, id: ServiceId) -> Result<(), Error> {
-        self.tell(id, Command::Remove(id))
+    pub fn remove_service(&self, id: TableId) -> Result<(), Error> {
+        self.tell(id.service, Command::Remove(id))
     }
 
     /// State and counters of every stream, by service, endpoint and rank.

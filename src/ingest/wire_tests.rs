@@ -183,6 +183,7 @@ impl Gateway {
         let endpoints: Vec<_> = endpoints.into_iter().enumerate().map(|(i, ranks)| endpoint(i as u16, ranks)).collect();
         let sources = ServiceSources {
             id: ServiceId(0),
+            pool: Pool::Prompts,
             engine: shards::service::Engine::Vllm,
             block_tokens,
             weights: MediumWeights::default(),
@@ -430,6 +431,7 @@ fn changed_sources_are_read_anew_and_the_same_ones_undisturbed() {
     gateway.endpoints[0].ranks = vec![engines[2].source(0)];
     let sources = |gateway: &Gateway| ServiceSources {
         id: ServiceId(0),
+        pool: Pool::Prompts,
         engine: shards::service::Engine::Vllm,
         block_tokens: 4,
         weights: MediumWeights::default(),
@@ -449,7 +451,7 @@ fn changed_sources_are_read_anew_and_the_same_ones_undisturbed() {
     until("freed", || gateway.held(0).is_empty() && gateway.ingest.status().len() == 1);
     assert_eq!(gateway.routable(1), [(1, 0)]);
     // The service goes, and the inventory with it.
-    gateway.ingest.remove_service(ServiceId(0)).unwrap();
+    gateway.ingest.remove_service(sources(&gateway).table()).unwrap();
     until("the service is gone", || gateway.reader.enter().is_none() && gateway.ingest.status().is_empty());
 }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::Receiver;
-use shards::ids::{EndpointIndex, Rank, ServiceId};
+use shards::ids::{EndpointIndex, Rank};
 use shards::inventory::Writer;
 use shards::load::LoadTable;
 use shards::service::{EndpointShared, Engine, MediumWeights};
@@ -25,7 +25,7 @@ use super::sockets::{Contexts, Frames};
 use super::source::{Io, Left, Source};
 use super::status::StreamName;
 use super::trtllm::{DrainBlocks, DrainFrom, DrainSource};
-use super::{EndpointSources, Mode, RankSource, ServiceSources, Shared};
+use super::{EndpointSources, Mode, RankSource, ServiceSources, Shared, TableId};
 use keep::{Keeper, TICK_USAGE};
 
 /// How often loads are published, and a refused publish repeated.
@@ -45,7 +45,7 @@ const PENDING_MAX: usize = 1 << 18;
 pub(crate) enum Command {
     Add(ServiceSources, Box<Writer>),
     Update(ServiceSources),
-    Remove(ServiceId),
+    Remove(TableId),
     Stop,
 }
 
@@ -134,7 +134,7 @@ impl Endpoint {
 /// Where the source behind a token is.
 #[derive(Clone, Copy)]
 struct Place {
-    service: ServiceId,
+    service: TableId,
     endpoint: EndpointIndex,
     source: usize,
 }
@@ -153,10 +153,10 @@ pub(crate) struct Worker {
     frames: Frames,
     commands: Receiver<Command>,
     shared: Arc<Shared>,
-    services: BTreeMap<ServiceId, Service>,
+    services: BTreeMap<TableId, Service>,
     places: BTreeMap<u64, Place>,
     /// Endpoints with a drain.
-    drains: Vec<(ServiceId, EndpointIndex)>,
+    drains: Vec<(TableId, EndpointIndex)>,
     token_next: u64,
     /// Tokens of sources with messages left to read.
     ready: BTreeSet<u64>,
@@ -400,7 +400,7 @@ impl Worker {
     fn obey(&mut self, command: Command) -> bool {
         match command {
             Command::Add(sources, writer) => {
-                let id = sources.id;
+                let id = sources.table();
                 self.remove(id);
                 self.services.insert(id, Service::new(&sources, *writer));
                 self.update(sources);
@@ -423,7 +423,7 @@ impl Worker {
         ids.into_iter().for_each(|id| self.remove(id));
     }
 
-    fn remove(&mut self, id: ServiceId) {
+    fn remove(&mut self, id: TableId) {
         let Some(service) = self.services.get(&id) else { return };
         let endpoints: Vec<_> = service.endpoints.keys().copied().collect();
         endpoints.into_iter().for_each(|endpoint| self.close_endpoint(id, endpoint));
@@ -432,7 +432,8 @@ impl Worker {
 
     /// Makes the sources of a service those that are given; what is the same stays undisturbed.
     fn update(&mut self, sources: ServiceSources) {
-        let ServiceSources { id, engine, block_tokens, weights, believed, endpoints } = sources;
+        let id = sources.table();
+        let ServiceSources { engine, block_tokens, weights, believed, endpoints, .. } = sources;
         let Some(service) = self.services.get_mut(&id) else { return };
         let before = (service.block_tokens, service.weights, &service.believed);
         let same_keys = before == (block_tokens, weights, &believed);
@@ -455,7 +456,7 @@ impl Worker {
         }
     }
 
-    fn update_endpoint(&mut self, id: ServiceId, wanted: EndpointSources) {
+    fn update_endpoint(&mut self, id: TableId, wanted: EndpointSources) {
         let EndpointSources { index, shared, label, ranks, drain } = wanted;
         let known = self.services.get(&id).and_then(|service| service.endpoints.get(&index));
         // A source whose address was refused is tried again.
@@ -487,11 +488,11 @@ impl Worker {
         }
     }
 
-    fn open_drain(&mut self, id: ServiceId, index: EndpointIndex, label: String, from: DrainFrom) {
+    fn open_drain(&mut self, id: TableId, index: EndpointIndex, label: String, from: DrainFrom) {
         let Some(service) = self.services.get_mut(&id) else { return };
         let Some(endpoint) = service.endpoints.get_mut(&index) else { return };
         let address = format!("http://{}/kv_cache_events", from.address);
-        let name = StreamName { service: id, endpoint: index, label, rank: Rank(0), address };
+        let name = StreamName { service: id.service, endpoint: index, label, rank: Rank(0), address };
         let Service { block_tokens, weights, .. } = *service;
         let blocks = DrainBlocks { block_tokens, weights, blocks_max: self.blocks_max };
         match DrainSource::open(name, from, blocks, &endpoint.by_use, self.poller.waker()) {
@@ -506,12 +507,12 @@ impl Worker {
         }
     }
 
-    fn open_source(&mut self, id: ServiceId, index: EndpointIndex, label: &str, from: RankSource) {
+    fn open_source(&mut self, id: TableId, index: EndpointIndex, label: &str, from: RankSource) {
         let Some(service) = self.services.get_mut(&id) else { return };
         let Some(endpoint) = service.endpoints.get_mut(&index) else { return };
         let (Mode::Connect(address) | Mode::Bind(address)) = &from.mode;
         let name = StreamName {
-            service: id,
+            service: id.service,
             endpoint: index,
             label: label.to_owned(),
             rank: from.rank,
@@ -527,7 +528,7 @@ impl Worker {
         self.begin_source(token);
     }
 
-    fn close_endpoint(&mut self, id: ServiceId, index: EndpointIndex) {
+    fn close_endpoint(&mut self, id: TableId, index: EndpointIndex) {
         let Some(service) = self.services.get_mut(&id) else { return };
         let Some(endpoint) = service.endpoints.remove(&index) else { return };
         for source in endpoint.sources {

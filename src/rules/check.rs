@@ -86,7 +86,8 @@ pub fn check(
         inert: BTreeMap::new(),
     };
     others::read_others(fields, report, &mut rule);
-    rule.endpoints = endpoints::read(fields, endpoint_fields, report, &facts, engine, rule.kv.as_ref());
+    let decode = rule.looks_at_decode();
+    rule.endpoints = endpoints::read(fields, endpoint_fields, report, &facts, engine, (rule.kv.as_ref(), decode));
     rule
 }
 

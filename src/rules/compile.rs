@@ -89,6 +89,7 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         other_forms: facts.other_forms(),
         weights: kv.weights,
         inventory,
+        decode_inventory: None,
     }
 }
 

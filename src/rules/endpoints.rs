@@ -13,14 +13,14 @@ use super::{ENDPOINTS_MAX, EventPlace, EventSource, Host, KvRule, RuleEndpoint};
 /// Largest weight. A larger one is refused.
 const WEIGHT_MAX: i64 = 65_535;
 
-/// Reads all endpoints and checks what they say together.
+/// Reads all endpoints and checks what they say together. Events of decode endpoints are read where `of_decode` says so.
 pub(super) fn read(
     rule: &Fields<'_>,
     list: Vec<Fields<'_>>,
     report: &mut Report,
     facts: &Facts,
     engine: Engine,
-    kv: Option<&KvRule>,
+    (kv, of_decode): (Option<&KvRule>, bool),
 ) -> Vec<RuleEndpoint> {
     if list.is_empty() {
         rule.invalid(report, "endpoints", "missing: a rule needs at least one endpoint");
@@ -38,8 +38,8 @@ pub(super) fn read(
         (prefill, decode) = (prefill || role == Role::Prefill, decode || role == Role::Decode);
         let before = report.problems.len();
         refuse_options(&mut fields, report, engine);
-        let endpoint =
-            RuleEndpoint { role, ..read_one(&mut fields, report, engine, kv.filter(|_| role != Role::Decode)) };
+        let has_events = kv.filter(|_| role != Role::Decode || of_decode);
+        let endpoint = RuleEndpoint { role, ..read_one(&mut fields, report, engine, has_events) };
         if report.problems.len() == before {
             check_loop(&fields, report, facts, &endpoint);
             check_ports(&fields, report, &endpoint, kv.map_or(1, |kv| kv.ranks));

@@ -40,7 +40,8 @@ use std::sync::Arc;
 
 use shards::prompt::Rendering;
 use shards::service::{
-    Adapter, Blend, Disagg, Engine, MediumWeights, PathMatch, PrefixHashing, ProxyOptions, Role, Select, Sessions,
+    Adapter, Blend, Bypass, Disagg, Engine, MediumWeights, PathMatch, PrefixHashing, ProxyOptions, Role, Select,
+    Sessions,
 };
 
 pub use algo::{KvAlgo, contract, unknowable};
@@ -90,6 +91,14 @@ pub struct Rule {
     pub endpoints: Vec<RuleEndpoint>,
     /// Options that are accepted, have no effect, and are shown again, by name.
     pub inert: BTreeMap<&'static str, serde_json::Value>,
+}
+
+impl Rule {
+    /// Whether it matters what decode endpoints hold.
+    #[must_use]
+    pub fn looks_at_decode(&self) -> bool {
+        self.kv.is_some() && self.pd.as_ref().is_some_and(|pd| pd.bypass == Bypass::Held)
+    }
 }
 
 /// Identity of a rule: a second rule with the same key is a change of the first.
@@ -264,8 +273,8 @@ pub struct RuleEndpoint {
     pub nixl_port: u16,
     /// `nixl_engine_id`: used by P/D rules with `pdNixlPush` alone; empty = not said.
     pub nixl_engine_id: String,
-    /// Where its cache events come from; none for rules without KV-exact routing, for decode endpoints, and for
-    /// TensorRT-LLM endpoints that do not push theirs.
+    /// Where its cache events come from; none for rules without KV-exact routing, for decode endpoints (unless the rule
+    /// [looks at them](Rule::looks_at_decode)), and for TensorRT-LLM endpoints that do not push theirs.
     pub events: Option<EventSource>,
 }
 

@@ -160,6 +160,8 @@ pub(super) fn read_disagg(
         balance_threshold: some(balance, BALANCE_THRESHOLD) as u8,
         bootstrap_port,
         push: legs.push,
+        bypass: legs.bypass,
+        bypass_tokens: legs.bypass_tokens,
         auth_key: legs.auth_key,
         prefill_floor: defaults.pd.prefill_floor,
         ladder: defaults.pd.ladder,

@@ -133,6 +133,28 @@ fn pools_have_the_reference_defaults_and_what_a_rule_says() {
     ] {
         refused(&pd(changes), Kind::Invalid, text);
     }
+    let bypass = |name: &str, tokens: u32| disagg(json!({"pdBypass": name, "pdBypassTokens": tokens})).0;
+    assert_eq!(bypass("short", 0), Disagg { bypass: Bypass::Short, ..Disagg::default() });
+    assert_eq!(bypass("held", 64), Disagg { bypass: Bypass::Held, bypass_tokens: 64, ..Disagg::default() });
+    for (changes, text) in [
+        (json!({"pdBypass": "yes"}), "pdBypass: \"yes\" is none of \"off\", \"short\", \"held\""),
+        (json!({"pdBypass": "short", "kvEngineType": "sglang", "kvHashAlgo": null}), "pdBypass: is refused for this"),
+        (
+            json!({"pdBypass": "held", "kvEngineType": "trtllm", "kvHashAlgo": null}),
+            "pdBypass: \"held\" is refused for kv-engine-type trtllm",
+        ),
+        (json!({"pdBypass": "held", "kvExactMode": 0}), "pdBypass: \"held\" requires kvExactMode=1"),
+        (json!({"pdBypass": "short", "pd_disagg_mode": false}), "pdBypass: requires pd_disagg_mode=true"),
+        (json!({"pdBypassTokens": 1 << 21}), "pdBypassTokens: 2097152 is not within 0 to 1048576"),
+    ] {
+        refused(&pd(changes), Kind::Invalid, text);
+    }
+    // Events of decode endpoints are read for nothing else.
+    for (name, reads) in [("off", false), ("short", false), ("held", true)] {
+        let rule = accepted(&pd(json!({"pdBypass": name})));
+        assert_eq!((rule.looks_at_decode(), rule.endpoints[1].events.is_some()), (reads, reads), "{name}");
+        assert!(rule.endpoints[0].events.is_some());
+    }
     // Without Tier 1.5 too, and the KV options are then named.
     let rule = accepted(&pd(json!({"kvExactMode": 0})));
     assert!(rule.kv.is_none() && rule.pd.is_some());

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 use shards::block::FIXED_SEED;
 use shards::ids::ServiceId;
-use shards::service::{Disagg, Engine, PrefixHashing, Select, Sessions};
+use shards::service::{Bypass, Disagg, Engine, PrefixHashing, Select, Sessions};
 
 use super::{EventPlace, KvRule, Nonce, PathMatchMode, Rule, RuleEndpoint};
 
@@ -132,6 +132,12 @@ fn show_disagg(pd: &Disagg, engine: Engine, put: &mut impl FnMut(&str, Value)) {
     }
     if pd.push {
         put("pdNixlPush", json!(true));
+    }
+    if pd.bypass != Bypass::Off {
+        put("pdBypass", json!(pd.bypass.name()));
+    }
+    if pd.bypass_tokens != 0 {
+        put("pdBypassTokens", json!(pd.bypass_tokens));
     }
 }
 

@@ -55,8 +55,12 @@ enum Base {
     Pd,
     /// The same, with a tree of the texts that were sent.
     PdAware,
+    /// Prefill and decode pools of vLLM engines, with requests that go straight to decode.
+    PdBypass,
     /// Prefill and decode pools of SGLang engines.
     PdSglang,
+    /// Prefill and decode pools of TensorRT-LLM engines.
+    PdTrtllm,
     /// A single pool of TensorRT-LLM engines.
     Trtllm,
 }
@@ -105,7 +109,7 @@ const fn plain(
     of(Base::Plain, name, kind, default, sample, says)
 }
 
-use Base::{Hashed, Kv, Pd, PdAware, PdSglang, Trtllm};
+use Base::{Hashed, Kv, Pd, PdAware, PdBypass, PdSglang, PdTrtllm, Trtllm};
 use Kind::{Flag, Int, List, Object, OneOf, Text};
 
 const PORT: Kind = Int(0, 65_535);
@@ -193,6 +197,24 @@ pub const SERVICE: &[Member] = &[
         "5",
         "Difference in load beyond which a match is passed over",
     ),
+    of(
+        Pd,
+        "pdBypass",
+        OneOf(&["off", "short", "held"]),
+        "off",
+        "\"held\"",
+        "Send what a decode engine does sooner alone straight there: short prompts, or those it holds nearly all of too",
+    ),
+    of(
+        PdBypass,
+        "pdBypassTokens",
+        Int(0, 1_048_576),
+        "learned",
+        "256",
+        "Tokens that a decode engine may be left to compute",
+    ),
+    of(Pd, "pdNixlPush", Flag, "false", "true", "vLLM's prefill engines bring their blocks"),
+    of(PdTrtllm, "pdAuthKeyFile", Text, "", "\"/dev/null/none\"", "File with the key that signs generation legs"),
     of(PdSglang, "pdBootstrapPort", PORT, "8998", "8999", "Port at which SGLang's prefill engines meet decode engines"),
     of(Kv, "kvExactMode", Int(0, 3), "0", "3", "Route by KV cache: 1 with P/D pools, 3 with one pool"),
     of(Kv, "kvBlockSize", Int(1, 65_536), "16", "32", "Tokens per block"),
@@ -318,6 +340,7 @@ pub const ENDPOINT: &[Member] = &[
     plain("backup", Flag, "false", "true", "Used only when no other endpoint is up"),
     of(Pd, "ep_role", Int(0, 2), "0", "1", "1 prefill, 2 decode, in P/D pools"),
     of(Pd, "nixl_port", PORT, "0", "5600", "Port that is named to decode engines"),
+    of(Pd, "nixl_engine_id", Text, "", "\"e\"", "Name of a prefill engine that pushes its blocks"),
     of(Kv, "kvZmqPort", PORT, "the rule's", "5570", "The engine's event port"),
     of(Kv, "kvReplayPort", PORT, "by kvReplayPortOffset", "6570", "The engine's replay port"),
     of(Kv, "kvZmqBind", Text, "", "\"tcp://127.0.0.1:6600\"", "Where the gateway listens, for engines that connect"),
@@ -381,12 +404,14 @@ fn sample_body(member: &Member, of_endpoint: bool) -> Value {
         Trtllm => engine("trtllm"),
         Pd => json!({"pd_disagg_mode": true, "kvExactMode": 1}),
         PdAware => json!({"pd_disagg_mode": true, "kvExactMode": 1, "pd_cache_aware_mode": true}),
+        PdBypass => json!({"pd_disagg_mode": true, "kvExactMode": 1, "pdBypass": "short"}),
         PdSglang => json!({"pd_disagg_mode": true, "kvExactMode": 1, "kvEngineType": "sglang"}),
+        PdTrtllm => json!({"pd_disagg_mode": true, "kvExactMode": 1, "kvEngineType": "trtllm"}),
     };
     for (name, value) in more.as_object().into_iter().flatten() {
         service[name] = value.clone();
     }
-    let pd = matches!(member.base, Pd | PdAware | PdSglang);
+    let pd = matches!(member.base, Pd | PdAware | PdBypass | PdSglang | PdTrtllm);
     let mut endpoints: Vec<Value> =
         (1..=2).map(|number| json!({"endpointIP": format!("10.0.0.{number}"), "targetPort": 8000})).collect();
     if pd {
@@ -469,7 +494,9 @@ mod tests {
     fn every_option_that_is_shown_is_in_the_table() {
         // Read only, or beside an option that says it.
         let besides = ["service_id", "kvHashAlgoDefault", "selDefault"];
-        for name in ["name", "pd_disagg_mode", "pdBootstrapPort", "kvBlockSize", "kvTrtllmPollMinMs"] {
+        for name in
+            ["name", "pd_disagg_mode", "pdBootstrapPort", "pdNixlPush", "pdBypass", "kvBlockSize", "kvTrtllmPollMinMs"]
+        {
             let member = SERVICE.iter().find(|member| member.name == name).expect("in the table");
             let node = from_json(sample_body(member, false).to_string().as_bytes()).expect("JSON");
             let (rule, _) = check_request(&node, &KvDefaults::default()).expect("a right rule");

@@ -250,9 +250,7 @@ impl Supervisor {
 
     async fn commit(&mut self, entries: Vec<Arc<Entry>>, prepared: Vec<Prepared>, dropped: &[ServiceId]) {
         for entry in self.registry.entries().iter().filter(|entry| dropped.contains(&entry.id)) {
-            if entry.inventory.is_some() {
-                self.parts.ingest.remove(entry.id);
-            }
+            self.parts.ingest.remove_all(entry);
             info!(service_id = entry.id.0, rule = %entry.rule.key, "rule removed");
         }
         let needed: HashSet<SocketAddr> = entries.iter().map(|entry| entry.rule.key.listen()).collect();
@@ -264,11 +262,13 @@ impl Supervisor {
         self.registry.commit(entries);
         self.forget_waiting();
         for Prepared { entry, events, .. } in prepared {
-            match events {
-                Events::None => {}
-                Events::Start(writer) => self.parts.ingest.add(&entry, *writer),
-                Events::Update => self.parts.ingest.update(&entry),
-                Events::Stop => self.parts.ingest.remove(entry.id),
+            for (pool, events) in events {
+                match events {
+                    Events::None => {}
+                    Events::Start(writer) => self.parts.ingest.add(&entry, pool, *writer),
+                    Events::Update => self.parts.ingest.update(&entry, pool),
+                    Events::Stop => self.parts.ingest.remove(entry.id, pool),
+                }
             }
             let (service_id, endpoints) = (entry.id.0, entry.rule.endpoints.len());
             info!(service_id, rule = %entry.rule.key, endpoints, "rule in force");

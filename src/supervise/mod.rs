@@ -379,9 +379,7 @@ impl Supervisor {
             return;
         }
         self.registry.commit(entries);
-        if entry.inventory.is_some() {
-            self.parts.ingest.update(&entry);
-        }
+        self.parts.ingest.update_all(&entry);
         self.publish();
         info!(rule = %entry.rule.key, ?addresses, "endpoints resolve to new addresses");
     }
@@ -399,10 +397,8 @@ impl Supervisor {
             return;
         }
         self.registry.commit(entries);
-        if entry.inventory.is_some() {
-            // A no-op unless the engines' keys are now believed to be others.
-            self.parts.ingest.update(&entry);
-        }
+        // A no-op unless the engines' keys are now believed to be others.
+        self.parts.ingest.update_all(&entry);
         self.publish();
         let (models, adapters) = (entry.facts.models.len(), entry.facts.adapters.len());
         let release = entry.facts.release.map(|release| release.to_string());

@@ -17,6 +17,7 @@ use shards::load::LoadTable;
 use shards::service::{EndpointShared, Service, ServiceShared};
 
 use crate::discovery::ServiceFacts;
+use crate::ingest::Pool;
 use crate::rules::compile::{Place, compile};
 use crate::rules::{Host, Rule, RuleKey};
 
@@ -40,6 +41,8 @@ pub struct Entry {
     identities: Vec<(Host, u16)>,
     /// Its inventory, where it routes by KV cache.
     pub inventory: Option<ReaderFactory>,
+    /// What its decode endpoints hold, where it looks at that.
+    pub decode_inventory: Option<ReaderFactory>,
     /// What shards route with.
     pub service: Arc<Service>,
     /// State carried over updates.
@@ -111,7 +114,7 @@ impl Entry {
                 place.address = addresses[at];
             }
         }
-        Entry::new(self.standing(), self.rule.clone(), places, self.identities.clone(), self.inventory.clone())
+        Entry::new(self.standing(), self.rule.clone(), places, self.identities.clone(), self.inventories())
     }
 
     /// The same rule whose engines say something else of themselves.
@@ -119,7 +122,17 @@ impl Entry {
     pub(super) fn learned(&self, facts: ServiceFacts) -> Entry {
         let (rule, places, identities) = (self.rule.clone(), self.places.clone(), self.identities.clone());
         let standing = Standing { facts: Arc::new(facts), ..self.standing() };
-        Entry::new(standing, rule, places, identities, self.inventory.clone())
+        Entry::new(standing, rule, places, identities, self.inventories())
+    }
+
+    /// Its tables of blocks.
+    pub(super) fn pools(&self) -> impl Iterator<Item = Pool> {
+        let prompts = self.inventory.as_ref().map(|_| Pool::Prompts);
+        prompts.into_iter().chain(self.decode_inventory.as_ref().map(|_| Pool::Decode))
+    }
+
+    fn inventories(&self) -> Inventories {
+        Inventories { prompts: self.inventory.clone(), decode: self.decode_inventory.clone() }
     }
 
     fn standing(&self) -> Standing {
@@ -138,18 +151,43 @@ impl Entry {
         rule: Rule,
         places: Vec<Place>,
         identities: Vec<(Host, u16)>,
-        inventory: Option<ReaderFactory>,
+        inventories: Inventories,
     ) -> Entry {
         let Standing { id, uuid, origin, changed, shared, facts } = standing;
-        let service = Arc::new(compile(&rule, id, &places, Arc::clone(&shared), inventory.clone(), &facts));
-        Entry { id, rule, places, identities, inventory, service, shared, facts, uuid, origin, changed }
+        let Inventories { prompts: inventory, decode: decode_inventory } = inventories;
+        let mut service = compile(&rule, id, &places, Arc::clone(&shared), inventory.clone(), &facts);
+        if let Some(kv) = &mut service.kv {
+            kv.decode_inventory = decode_inventory.clone();
+        }
+        let service = Arc::new(service);
+        Entry {
+            id,
+            rule,
+            places,
+            identities,
+            inventory,
+            decode_inventory,
+            service,
+            shared,
+            facts,
+            uuid,
+            origin,
+            changed,
+        }
     }
 }
 
-/// What a change does to a service's event subscriptions.
+/// The reading ends of a service's tables of blocks.
+#[derive(Clone, Debug, Default)]
+struct Inventories {
+    prompts: Option<ReaderFactory>,
+    decode: Option<ReaderFactory>,
+}
+
+/// What a change does to the event subscriptions of one of a service's tables.
 #[derive(Debug)]
 pub(super) enum Events {
-    /// The rule does not and did not route by KV cache.
+    /// The rule does not and did not look at it.
     None,
     /// It begins to: the writing end of its new inventory.
     Start(Box<Writer>),
@@ -163,7 +201,8 @@ pub(super) enum Events {
 #[derive(Debug)]
 pub(super) struct Prepared {
     pub(super) entry: Arc<Entry>,
-    pub(super) events: Events,
+    /// By table.
+    pub(super) events: [(Pool, Events); 2],
     /// State of endpoints that this change added.
     added: Vec<Arc<EndpointShared>>,
     /// The number that a new rule was given.
@@ -267,7 +306,11 @@ impl Registry {
         let (mut places, mut identities) =
             old.as_ref().map(|old| (old.places.clone(), old.identities.clone())).unwrap_or_default();
         let added = self.place(&rule, addresses, &mut places, &mut identities)?;
-        let (inventory, events) = self.inventory(old.as_deref(), &rule);
+        let of_old = |read: fn(&Entry) -> &Option<ReaderFactory>| old.as_deref().and_then(|old| read(old).clone());
+        let (prompts, of_prompts) = self.inventory(of_old(|old| &old.inventory), rule.kv.is_some(), &rule);
+        let (decode, of_decode) = self.inventory(of_old(|old| &old.decode_inventory), rule.looks_at_decode(), &rule);
+        let inventories = Inventories { prompts, decode };
+        let events = [(Pool::Prompts, of_prompts), (Pool::Decode, of_decode)];
         let number = if old.is_none() { self.number(&rule.key) } else { None };
         let standing = match old {
             Some(old) => old.standing(),
@@ -281,7 +324,7 @@ impl Registry {
             },
         };
         let standing = Standing { uuid, origin, changed: SystemTime::now(), ..standing };
-        let entry = Arc::new(Entry::new(standing, rule, places, identities, inventory));
+        let entry = Arc::new(Entry::new(standing, rule, places, identities, inventories));
         Ok(Prepared { entry, events, added, number })
     }
 
@@ -350,13 +393,12 @@ impl Registry {
         Some(Place { address: None, shared, in_rule: None })
     }
 
-    fn inventory(&self, old: Option<&Entry>, rule: &Rule) -> (Option<ReaderFactory>, Events) {
-        let old = old.and_then(|old| old.inventory.clone());
-        match (old, &rule.kv) {
-            (None, None) => (None, Events::None),
-            (Some(_), None) => (None, Events::Stop),
-            (Some(inventory), Some(_)) => (Some(inventory), Events::Update),
-            (None, Some(_)) => {
+    fn inventory(&self, old: Option<ReaderFactory>, wanted: bool, rule: &Rule) -> (Option<ReaderFactory>, Events) {
+        match (old, wanted) {
+            (None, false) => (None, Events::None),
+            (Some(_), false) => (None, Events::Stop),
+            (Some(inventory), true) => (Some(inventory), Events::Update),
+            (None, true) => {
                 let blocks = self.blocks_per_endpoint.saturating_mul(rule.endpoints.len()).min(BLOCKS_EXPECTED_MAX);
                 let (writer, readers) = inventory::new(&inventory::Options { blocks_expected: blocks });
                 (Some(readers), Events::Start(Box::new(writer)))
@@ -457,7 +499,8 @@ mod tests {
         let addresses: Vec<_> = rule.endpoints.iter().map(|e| format!("10.0.0.1:{}", e.port).parse().ok()).collect();
         let prepared = registry.prepare(rule, Origin::File, &addresses, &[])?;
         registry.commit(registry.with(&[], [&prepared.entry]));
-        Ok((prepared.entry, prepared.events))
+        let [(_, events), _] = prepared.events;
+        Ok((prepared.entry, events))
     }
 
     fn registry(slots: usize) -> Registry {

@@ -52,8 +52,9 @@ impl Rehearsal {
         let prepared = self.registry.prepare(rule, Origin::File, addresses, &[])?;
         let entry = Arc::new(prepared.entry.learned(facts));
         self.registry.commit(self.registry.with(&[], [&entry]));
-        if let Events::Start(writer) = prepared.events {
-            let mut sources = parts::sources(&entry);
+        for (pool, events) in prepared.events {
+            let Events::Start(writer) = events else { continue };
+            let mut sources = parts::sources(&entry, pool);
             for endpoint in &mut sources.endpoints {
                 endpoint.drain = None;
                 endpoint.ranks.retain(|rank| matches!(rank.mode, Mode::Connect(_)));

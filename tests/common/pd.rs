@@ -37,6 +37,8 @@ pub struct Plan {
     pub rule: Value,
     /// More members of prefill endpoints, by their engine.
     pub prefill_endpoint: fn(&EngineHandle) -> Value,
+    /// More members of decode endpoints, by their engine.
+    pub decode_endpoint: fn(&EngineHandle) -> Value,
     /// The gateway's environment.
     pub environment: Vec<(&'static str, String)>,
     /// More of the gateway's configuration.
@@ -52,6 +54,7 @@ impl Plan {
             engine: |_| (),
             rule: json!({}),
             prefill_endpoint: |_| json!({}),
+            decode_endpoint: |_| json!({}),
             environment: Vec::new(),
             config: String::new(),
         }
@@ -142,7 +145,9 @@ impl Fleet {
                 first["kvReplayPort"] = json!(replay.port());
             }
             merge(&mut first, &(plan.prefill_endpoint)(prefill));
-            endpoints.extend([first, endpoint(decode, 2)]);
+            let mut second = endpoint(decode, 2);
+            merge(&mut second, &(plan.decode_endpoint)(decode));
+            endpoints.extend([first, second]);
         }
         let mut arguments = json!({
             "externalIP": self.listen.ip().to_string(), "port": self.listen.port(), "protocol": "tcp", "sel": 0,

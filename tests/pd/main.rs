@@ -2,11 +2,13 @@
 
 mod admission;
 mod affinity;
+mod bypass;
 #[path = "../common/mod.rs"]
 mod common;
 mod fidelity;
 mod matrix;
 mod routing;
+mod talk;
 mod written;
 
 use common::pd::{Fleet, Plan, end_of, events, name_of, said};

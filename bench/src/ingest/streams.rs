@@ -150,6 +150,7 @@ fn sources(args: &Args, ports: &[u16]) -> ServiceSources {
     };
     ServiceSources {
         id: ServiceId(0),
+        pool: kvlane::ingest::Pool::Prompts,
         engine: Engine::Vllm,
         block_tokens: BLOCK_TOKENS as u32,
         weights: Default::default(),

@@ -8,6 +8,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::hash::{Lora, Namespace};
 use super::options::{EngineKind, EngineOptions};
+use super::talk;
 use super::text::ModelText;
 
 /// Prompts in one request at most.
@@ -59,6 +60,10 @@ pub enum Kind {
     Chat,
     /// SGLang's `/generate`
     Generate,
+    /// vLLM's `/v1/messages`
+    Messages,
+    /// vLLM's `/v1/responses`
+    Responses,
 }
 
 /// One prompt with the answer it will get.
@@ -102,13 +107,16 @@ pub fn parse(kind: Kind, body: &[u8], options: &EngineOptions, text: &ModelText)
     if kind == Kind::Generate {
         flatten_generate(&mut body);
     }
+    talk::flatten(kind, &mut body);
     let lora = adapter(&body, options)?;
     if body.get("n").is_some_and(|n| !n.is_null() && *n != 1) {
         return Err(Refusal::bad_request("`n` other than 1 is not simulated"));
     }
     let ids = match kind {
         Kind::Completion | Kind::Generate => completion_prompts(&body, text)?,
-        Kind::Chat => vec![given_ids(&body, options, text)?.map_or_else(|| chat_ids(&body, options, text), Ok)?],
+        Kind::Chat | Kind::Messages | Kind::Responses => {
+            vec![given_ids(&body, options, text)?.map_or_else(|| chat_ids(&body, options, text), Ok)?]
+        }
     };
     let lengths = AnswerLengths::read(kind, &body, options)?;
     let prompts = ids.into_iter().map(|tokens| lengths.prompt(tokens, options, text)).collect::<Result<_, _>>()?;
@@ -386,13 +394,13 @@ impl AnswerLengths {
     fn read(kind: Kind, body: &Map<String, Value>, options: &EngineOptions) -> Result<Self, Refusal> {
         let asked = match kind {
             Kind::Chat => count(body, "max_completion_tokens")?.or(count(body, "max_tokens")?),
-            Kind::Completion | Kind::Generate => count(body, "max_tokens")?,
+            _ => count(body, "max_tokens")?,
         };
         if asked == Some(0) {
             return Err(Refusal::bad_request("`max_tokens` is at least 1"));
         }
         let default = match kind {
-            Kind::Chat => None,
+            Kind::Chat | Kind::Messages | Kind::Responses => None,
             Kind::Completion => Some(COMPLETION_TOKENS_DEFAULT),
             Kind::Generate => Some(GENERATE_TOKENS_DEFAULT),
         };

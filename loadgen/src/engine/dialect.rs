@@ -82,6 +82,8 @@ struct Members<'a> {
     #[serde(default)]
     max_completion_tokens: Option<u64>,
     #[serde(default)]
+    max_output_tokens: Option<u64>,
+    #[serde(default)]
     min_tokens: Option<u64>,
     #[serde(default)]
     bootstrap_host: Option<Value>,
@@ -142,7 +144,10 @@ fn vllm_prefill(options: &EngineOptions, headers: &HeaderMap, members: &Members<
         (params["do_remote_prefill"] == false, "`do_remote_prefill` is false on a prefill leg"),
         (members.stream != Some(true), "a prefill leg is not streamed"),
         (members.stream_options.is_none(), "`stream_options` without `stream`"),
-        (members.max_tokens == Some(1), "a prefill leg makes one token: `max_tokens` is 1"),
+        (
+            members.max_tokens.or(members.max_output_tokens) == Some(1),
+            "a prefill leg makes one token: `max_tokens` is 1",
+        ),
         (members.max_completion_tokens.is_none_or(|max| max == 1), "`max_completion_tokens` is 1 on a prefill leg"),
         (members.min_tokens.is_none_or(|min| min <= 1), "`min_tokens` is at most 1 on a prefill leg"),
     ];

@@ -9,14 +9,16 @@ use axum::response::{IntoResponse, Json, Response};
 use axum::routing::{get, post};
 use serde_json::{Value, json};
 
-use super::api;
-use super::http::{Engine, clear_all, tokenized};
+use super::api::{self, Kind};
+use super::http::{Engine, answer, clear_all, tokenized};
 use super::shared::{EngineStats, Shared};
 use super::wire::Release;
 
 /// The paths.
 pub fn routes() -> Router<Arc<Shared>> {
     let routes = Router::new()
+        .route("/v1/messages", post(|state: Engine, request| answer(state, request, Kind::Messages)))
+        .route("/v1/responses", post(|state: Engine, request| answer(state, request, Kind::Responses)))
         .route("/tokenize", post(tokenize))
         .route("/v1/models", get(models))
         .route("/version", get(version))

@@ -56,6 +56,7 @@ mod scheduler;
 mod script;
 mod sglang_wire;
 mod shared;
+mod talk;
 mod template;
 #[cfg(test)]
 mod testing;

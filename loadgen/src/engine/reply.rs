@@ -19,6 +19,7 @@ use super::legs::{LegEnd, LegKind};
 use super::orders::Ordered;
 use super::scheduler::{Output, RequestId};
 use super::shared::Shared;
+use super::talk::Said;
 use super::text::ModelText;
 
 /// A request from its arrival to its end. Dropped before [`Self::complete`], it means that the client left: that is
@@ -166,6 +167,8 @@ impl Answer {
             Kind::Chat => "chatcmpl",
             Kind::Completion => "cmpl",
             Kind::Generate => "gen",
+            Kind::Messages => "msg",
+            Kind::Responses => "resp",
         };
         let number = flight.ids.first().map_or(0, |id| id.0);
         let id = id.map_or_else(|| format!("{prefix}-{number:016x}"), |id| format!("{prefix}-{id}"));
@@ -204,6 +207,13 @@ impl Answer {
         if self.call.kind == Kind::Generate {
             let answers: Vec<Value> = (0..self.choices.len()).map(|index| self.generated(index)).collect();
             let body = if self.call.is_list { Value::Array(answers) } else { answers.into_iter().next()? };
+            return Some(self.finish(&body));
+        }
+        if let Some(said) = self.said() {
+            let mut body = said.whole(self.call.kind);
+            if self.issued.is_some() {
+                body["kv_transfer_params"] = json!(ISSUED);
+            }
             return Some(self.finish(&body));
         }
         let choices: Vec<Value> = self.choices.iter().enumerate().map(|(i, choice)| self.choice(i, choice)).collect();
@@ -273,7 +283,7 @@ impl Answer {
                 "index": index, "message": {"role": "assistant", "content": choice.text},
                 "logprobs": null, "finish_reason": reason,
             }),
-            Kind::Completion | Kind::Generate => {
+            _ => {
                 json!({"index": index, "text": choice.text, "logprobs": null, "finish_reason": reason})
             }
         }
@@ -281,6 +291,19 @@ impl Answer {
 
     fn finish_reason(&self, index: usize) -> &'static str {
         if self.call.prompts[index].stops { "stop" } else { "length" }
+    }
+
+    /// What it says so far, where it is of one of the younger kinds.
+    fn said(&self) -> Option<Said<'_>> {
+        let choice = self.choices.first().filter(|_| matches!(self.call.kind, Kind::Messages | Kind::Responses))?;
+        let prompt = &self.call.prompts[0];
+        Some(Said {
+            id: &self.id,
+            model: &self.call.model,
+            text: &choice.text,
+            stops: prompt.stops,
+            tokens: (prompt.tokens.len(), choice.cached_tokens, choice.tokens),
+        })
     }
 
     fn usage(&self) -> Value {
@@ -309,7 +332,7 @@ impl Answer {
 /// An answer as the body of a response.
 pub struct AnswerStream {
     answer: Answer,
-    /// Events made and not yet sent: at most four.
+    /// Events made and not yet sent: a handful.
     ready: VecDeque<Bytes>,
     ended: bool,
 }
@@ -330,6 +353,12 @@ impl AnswerStream {
         let choice = &self.answer.choices[index];
         let reason = choice.done.then(|| self.answer.finish_reason(index));
         let first = choice.tokens == 1;
+        if let Some(said) = self.answer.said() {
+            let events = said.events(self.answer.call.kind, &word, first, choice.done);
+            self.ended = choice.done;
+            let named = |(name, data)| Bytes::from(format!("event: {name}\ndata: {data}\n\n"));
+            return self.ready.extend(events.into_iter().map(named));
+        }
         let chunk = match self.answer.call.kind {
             Kind::Generate => {
                 let chunk = self.answer.generated(index).to_string();
@@ -344,7 +373,7 @@ impl AnswerStream {
                 }
                 json!([{"index": index, "delta": {"content": word}, "logprobs": null, "finish_reason": reason}])
             }
-            Kind::Completion => json!([{"index": index, "text": word, "logprobs": null, "finish_reason": reason}]),
+            _ => json!([{"index": index, "text": word, "logprobs": null, "finish_reason": reason}]),
         };
         let chunk = self.answer.chunk(chunk).to_string();
         self.push(&chunk);

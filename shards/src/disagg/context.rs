@@ -1,8 +1,6 @@
 //! TensorRT-LLM, context first: the context server computes the prompt and answers with parameters, from which the
 //! generation server goes on. A context that ends the answer by itself needs no generation.
 
-use serde::Deserialize;
-use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
 use crate::ids::ShardId;
@@ -22,22 +20,13 @@ pub fn prefill(body: &mut Splice<'_>, request_id: u64) -> Result<(), SpliceError
     Ok(())
 }
 
-/// What a context server's answer means.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Context {
-    /// The generation server goes on.
-    Generate(Handover),
-    /// The answer is complete.
-    Finished,
-}
-
 /// What a generation leg is given.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Handover {
+pub struct Handover<'a> {
     /// `disaggregated_params`, a JSON text: the context's own but for its request type.
     pub params: Vec<u8>,
     /// The prompt's ids, a JSON text, where the context says them.
-    pub prompt_ids: Option<Vec<u8>>,
+    pub prompt_ids: Option<&'a [u8]>,
 }
 
 /// Why a context server's answer cannot be used.
@@ -45,38 +34,41 @@ pub struct Handover {
 #[error("the context server's answer {0}")]
 pub struct ContextError(&'static str);
 
-#[derive(Deserialize)]
-struct Answer<'a> {
-    #[serde(borrow)]
-    choices: Vec<Choice<'a>>,
-    #[serde(borrow, default)]
-    prompt_token_ids: Option<&'a RawValue>,
-    #[serde(borrow, default)]
-    usage: Option<&'a RawValue>,
-}
+/// It is no JSON object.
+pub const NO_OBJECT: ContextError = ContextError("is no JSON object with choices");
+/// It has no choice, or several.
+pub const NO_CHOICE: ContextError = ContextError("does not have exactly one choice");
+/// Its parameters are something else.
+pub const NO_PARAMS: ContextError = ContextError("has `disaggregated_params` that are no object");
 
-#[derive(Deserialize)]
-struct Choice<'a> {
-    #[serde(borrow, default)]
-    disaggregated_params: Option<&'a RawValue>,
-    #[serde(default)]
-    finish_reason: Option<String>,
-}
-
-/// Reads a context server's answer.
+/// The choice in an answer, a JSON object if the answer is right. Whoever asks looks through it in slices, as through the
+/// answer: with a long prompt's ids or logits in them, both have megabytes.
 ///
 /// # Errors
 /// It is not what the protocol says.
-pub fn read(answer: &[u8]) -> Result<Context, ContextError> {
-    let answer: Answer<'_> =
-        serde_json::from_slice(answer).map_err(|_| ContextError("is no JSON object with choices"))?;
-    let [choice] = &answer.choices[..] else { return Err(ContextError("does not have exactly one choice")) };
-    if !matches!(choice.finish_reason.as_deref(), Some("length" | "not_finished")) {
-        return Ok(Context::Finished);
+pub fn choice<'a>(answer: &Splice<'a>) -> Result<&'a [u8], ContextError> {
+    let choices = answer.value("choices").ok_or(NO_OBJECT)?;
+    let inside = choices.strip_prefix(b"[").and_then(|rest| rest.strip_suffix(b"]")).ok_or(NO_OBJECT)?;
+    Ok(inside.trim_ascii())
+}
+
+/// The parameters in a choice that a generation server goes on from; none where the answer is complete.
+///
+/// # Errors
+/// It is not what the protocol says.
+pub fn params<'a>(choice: &Splice<'a>) -> Result<Option<&'a [u8]>, ContextError> {
+    if !matches!(choice.value("finish_reason"), Some(br#""length""# | br#""not_finished""#)) {
+        return Ok(None);
     }
-    let params = choice.disaggregated_params.ok_or(ContextError("has no `disaggregated_params`"))?;
-    let mut params = Splice::of(params.get().as_bytes())
-        .map_err(|_| ContextError("has `disaggregated_params` that are no object"))?;
+    let params = choice.value(MEMBER).filter(|params| params != b"null");
+    params.map(Some).ok_or(ContextError("has no `disaggregated_params`"))
+}
+
+/// What the generation leg is given, by the answer and its parameters.
+///
+/// # Errors
+/// It is not what the protocol says.
+pub fn handover<'a>(answer: &Splice<'a>, mut params: Splice<'a>) -> Result<Handover<'a>, ContextError> {
     if params.value("ctx_request_id").is_none_or(|id| id == b"null") {
         return Err(ContextError("names no `ctx_request_id`"));
     }
@@ -84,24 +76,23 @@ pub fn read(answer: &[u8]) -> Result<Context, ContextError> {
     params.set_member("request_type", br#""generation_only""#).map_err(too_long)?;
     // Only versions that know the member show it.
     if params.value("ctx_usage") == Some(b"null")
-        && let Some(usage) = answer.usage
+        && let Some(usage) = answer.value("usage")
     {
-        params.set_member("ctx_usage", usage.get().as_bytes()).map_err(too_long)?;
+        params.set_member("ctx_usage", usage).map_err(too_long)?;
     }
-    let prompt_ids = answer.prompt_token_ids.map(|ids| ids.get().as_bytes().to_vec());
-    let prompt_ids = prompt_ids.filter(|ids| ids.starts_with(b"["));
-    Ok(Context::Generate(Handover { params: params.into_vec(), prompt_ids }))
+    let prompt_ids = answer.value("prompt_token_ids").filter(|ids| ids.starts_with(b"["));
+    Ok(Handover { params: params.into_vec(), prompt_ids })
 }
 
 /// Makes a generation leg of a body.
 ///
 /// # Errors
 /// The limits of splicing.
-pub fn decode(body: &mut Splice<'_>, api: Api, handover: &Handover) -> Result<(), SpliceError> {
+pub fn decode<'a>(body: &mut Splice<'a>, api: Api, handover: &Handover<'a>) -> Result<(), SpliceError> {
     body.set_member(MEMBER, &handover.params)?;
-    if let Some(ids) = &handover.prompt_ids {
+    if let Some(ids) = handover.prompt_ids {
         let name = if api == Api::Completions { "prompt" } else { "prompt_token_ids" };
-        body.set_member(name, ids)?;
+        body.put_member(name, ids)?;
     }
     Ok(())
 }
@@ -115,27 +106,32 @@ pub fn asks_usage(options: &[u8]) -> bool {
 /// The answer of a context server that needs no generation, as the client gets it: without what is between servers, and
 /// as a stream of events where it asked for one.
 #[must_use]
-pub fn finished(answer: &[u8], api: Api, stream: bool, include_usage: bool) -> Option<Vec<u8>> {
+pub fn finished(
+    answer: Splice<'_>,
+    choice: Splice<'_>,
+    api: Api,
+    stream: bool,
+    include_usage: bool,
+) -> Option<Vec<u8>> {
     if !stream {
-        return without_internals(answer);
+        return without_internals(answer, choice);
     }
-    let answer: Map<String, Value> = serde_json::from_slice(answer).ok()?;
+    let value = |name: &str| answer.value(name).and_then(|text| serde_json::from_slice::<Value>(text).ok());
     let mut head = Map::new();
     for name in ["id", "object", "created", "model", "system_fingerprint"] {
-        if let Some(value) = answer.get(name) {
-            head.insert(name.to_owned(), value.clone());
+        if let Some(value) = value(name) {
+            head.insert(name.to_owned(), value);
         }
     }
     if api == Api::ChatCompletions {
         head.insert("object".to_owned(), json!("chat.completion.chunk"));
     }
-    let choices = answer.get("choices")?.as_array()?.iter().cloned().map(|choice| chunk_of(choice, api));
     let mut first = head.clone();
-    first.insert("choices".to_owned(), Value::Array(choices.collect()));
+    first.insert("choices".to_owned(), json!([chunk_of(choice, api)?]));
     let mut events = format!("data: {}\n\n", Value::Object(first));
-    if include_usage && let Some(usage) = answer.get("usage") {
+    if include_usage && let Some(usage) = value("usage") {
         head.insert("choices".to_owned(), json!([]));
-        head.insert("usage".to_owned(), usage.clone());
+        head.insert("usage".to_owned(), usage);
         events.push_str(&format!("data: {}\n\n", Value::Object(head)));
     }
     events.push_str("data: [DONE]\n\n");
@@ -143,31 +139,25 @@ pub fn finished(answer: &[u8], api: Api, stream: bool, include_usage: bool) -> O
 }
 
 /// A choice of a whole answer as one of a stream.
-fn chunk_of(mut choice: Value, api: Api) -> Value {
-    if let Some(members) = choice.as_object_mut() {
-        members.remove(MEMBER);
-        if api == Api::ChatCompletions
-            && let Some(message) = members.remove("message")
-        {
-            members.insert("delta".to_owned(), message);
-        }
+fn chunk_of(mut choice: Splice<'_>, api: Api) -> Option<Value> {
+    choice.remove_member(MEMBER);
+    let mut choice: Value = serde_json::from_slice(&choice.into_vec()).ok()?;
+    if let Some(members) = choice.as_object_mut()
+        && api == Api::ChatCompletions
+        && let Some(message) = members.remove("message")
+    {
+        members.insert("delta".to_owned(), message);
     }
-    choice
+    Some(choice)
 }
 
 /// A whole answer without what is between servers; every other byte is as it came.
-fn without_internals(answer: &[u8]) -> Option<Vec<u8>> {
-    let mut outer = Splice::of(answer).ok()?;
-    outer.remove_member("prompt_token_ids");
-    let choices: Vec<&RawValue> = serde_json::from_slice(outer.value("choices")?).ok()?;
-    let strip = |choice: &&RawValue| {
-        let mut inner = Splice::of(choice.get().as_bytes()).ok()?;
-        inner.remove_member(MEMBER);
-        String::from_utf8(inner.into_vec()).ok()
-    };
-    let choices: Option<Vec<String>> = choices.iter().map(strip).collect();
-    outer.set_member("choices", format!("[{}]", choices?.join(",")).as_bytes()).ok()?;
-    Some(outer.into_vec())
+fn without_internals(mut answer: Splice<'_>, mut choice: Splice<'_>) -> Option<Vec<u8>> {
+    answer.remove_member("prompt_token_ids");
+    choice.remove_member(MEMBER);
+    let choices = [b"[", &choice.into_vec()[..], b"]"].concat();
+    answer.set_member("choices", &choices).ok()?;
+    Some(answer.into_vec())
 }
 
 /// Ids of disaggregated requests: positive, unlike any other of this process and, by time and a random part, of others.
@@ -205,10 +195,25 @@ impl RequestNumbers {
 mod tests {
     use super::*;
 
-    fn spliced(body: &str, make: impl FnOnce(&mut Splice<'_>) -> Result<(), SpliceError>) -> String {
+    fn spliced<'a>(body: &'a str, make: impl FnOnce(&mut Splice<'a>) -> Result<(), SpliceError>) -> String {
         let mut splice = Splice::of(body.as_bytes()).expect("an object");
         make(&mut splice).expect("short edits");
         String::from_utf8(splice.into_vec()).expect("text")
+    }
+
+    /// What an answer comes to: what is handed over, or none where it is complete.
+    fn read(answer: &[u8]) -> Result<Option<(Vec<u8>, Option<Vec<u8>>)>, ContextError> {
+        let answer = Splice::of(answer).map_err(|_| NO_OBJECT)?;
+        let choice = Splice::of(choice(&answer)?).map_err(|_| NO_CHOICE)?;
+        let Some(found) = params(&choice)? else { return Ok(None) };
+        let handover = handover(&answer, Splice::of(found).map_err(|_| NO_PARAMS)?)?;
+        Ok(Some((handover.params, handover.prompt_ids.map(<[u8]>::to_vec))))
+    }
+
+    fn as_client_gets_it(answer: &[u8], stream: bool) -> Vec<u8> {
+        let answer = Splice::of(answer).expect("an object");
+        let choice = Splice::of(choice(&answer).expect("a choice")).expect("an object");
+        finished(answer, choice, Api::ChatCompletions, stream, true).expect("an answer")
     }
 
     const PARAMS: &str = r#"{"request_type" : "context_only", "ctx_request_id": 9223372036854775806,"first_gen_tokens":[ 7 ],"encoded_opaque_state":"YQ=="}"#;
@@ -229,9 +234,11 @@ mod tests {
     #[test]
     fn a_generation_leg_gets_the_contexts_params_and_ids_as_they_are_spelled() {
         for reason in ["length", "not_finished"] {
-            let Ok(Context::Generate(handover)) = read(answer(reason).as_bytes()) else { panic!("it goes on") };
+            let answer = answer(reason);
+            let (handed, ids) = read(answer.as_bytes()).expect("right").expect("it goes on");
             let params = PARAMS.replace("context_only", "generation_only");
-            assert_eq!(String::from_utf8_lossy(&handover.params), params);
+            assert_eq!(String::from_utf8_lossy(&handed), params);
+            let handover = Handover { params: handed, prompt_ids: ids.as_deref() };
             let chat = spliced(r#"{"messages":[]}"#, |body| decode(body, Api::ChatCompletions, &handover));
             assert_eq!(
                 chat,
@@ -245,11 +252,11 @@ mod tests {
     #[test]
     fn a_context_that_finished_is_the_answer() {
         let answer = answer("stop");
-        assert_eq!(read(answer.as_bytes()), Ok(Context::Finished));
-        let whole = finished(answer.as_bytes(), Api::ChatCompletions, false, false).expect("an answer");
+        assert_eq!(read(answer.as_bytes()), Ok(None));
+        let whole = as_client_gets_it(answer.as_bytes(), false);
         let expected = answer.replace(&format!(r#""disaggregated_params":{PARAMS},"#), "");
         assert_eq!(String::from_utf8_lossy(&whole), expected.replace(r#","prompt_token_ids":[1, 2,3]"#, ""));
-        let events = finished(answer.as_bytes(), Api::ChatCompletions, true, true).expect("events");
+        let events = as_client_gets_it(answer.as_bytes(), true);
         let events = String::from_utf8(events).expect("text");
         let data: Vec<&str> = events.split("\n\n").filter_map(|event| event.strip_prefix("data: ")).collect();
         assert_eq!((data.len(), data[2]), (3, "[DONE]"), "{events}");
@@ -265,6 +272,8 @@ mod tests {
         for (answer, named) in [
             ("{}", "no JSON object with choices"),
             (r#"{"choices":[]}"#, "exactly one choice"),
+            (r#"{"choices":[{"finish_reason":"length"},{"finish_reason":"length"}]}"#, "exactly one choice"),
+            (r#"{"choices":[{"finish_reason":"length","disaggregated_params":7}]}"#, "that are no object"),
             (r#"{"choices":[{"finish_reason":"length"}]}"#, "no `disaggregated_params`"),
             (
                 r#"{"choices":[{"finish_reason":"length","disaggregated_params":{"ctx_request_id":null}}]}"#,

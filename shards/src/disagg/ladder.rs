@@ -1,17 +1,12 @@
 //! Who may begin a disaggregated request: places per prefill endpoint, places per service, and queues in front of full
 //! endpoints.
 //!
-//! **Invariant.** Whatever was taken is given back when its guard is dropped, on every way out. The counts are shared by
-//! all shards; a queue is first in, first out on its shard.
+//! **Invariant.** Whatever was taken is given back when its guard is dropped, on every way out. Counts and queues are shared
+//! by all shards, and nothing but atomics.
 
-use std::cell::RefCell;
-use std::collections::{HashMap, VecDeque};
-use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
-
-use crate::ids::EndpointIndex;
 
 /// The bounds; all off by default, since queueing in the gateway lowers what a saturated fleet serves and helps its
 /// slowest requests only.
@@ -20,7 +15,8 @@ pub struct Ladder {
     /// Requests in prefill at one endpoint (`LLB_PD_MAX_INFLIGHT_PER_EP`). Beyond it another endpoint is chosen, else the
     /// request waits or is refused (429). 0 = no bound.
     pub per_endpoint: u32,
-    /// Requests that wait for one endpoint (`LLB_PD_QUEUE_DEPTH_PER_EP`). Beyond it they are refused (429). 0 = none wait.
+    /// Requests that wait for one endpoint (`LLB_PD_QUEUE_DEPTH_PER_EP`). Beyond it, or [`QUEUE_MAX`], they are refused (429). 0 = none
+    /// wait.
     pub queue: u32,
     /// Longest wait for a place (`LLB_PD_MAX_PARK_SEC`). Then: 504. Zero = [`PARK_DEFAULT`].
     pub park: Duration,
@@ -76,43 +72,53 @@ pub struct Places {
     /// Requests in prefill.
     pub inflight: Arc<Gauge>,
     /// Requests that wait.
-    pub parked: Arc<Gauge>,
+    pub queue: Arc<Queue>,
 }
 
-/// The queues of one shard in one service.
-#[derive(Debug, Default)]
-pub struct Queues(RefCell<State>);
+/// Requests that may wait for one endpoint at once, whatever the ladder says: as many as the reference allows.
+pub const QUEUE_MAX: usize = 64;
 
-#[derive(Debug, Default)]
-struct State {
-    next: u64,
-    waiting: HashMap<EndpointIndex, VecDeque<u64>>,
+/// Those who wait for one endpoint, on all shards: first come, first served.
+#[derive(Debug)]
+pub struct Queue {
+    next: AtomicU64,
+    /// Numbers of those who wait, in any order; 0 = nobody.
+    waiting: [AtomicU64; QUEUE_MAX],
+}
+
+impl Default for Queue {
+    fn default() -> Self {
+        Queue { next: AtomicU64::new(1), waiting: std::array::from_fn(|_| AtomicU64::new(0)) }
+    }
 }
 
 /// A place in a queue; left when dropped.
 #[derive(Debug)]
 pub struct Waiting {
-    queues: Rc<Queues>,
-    endpoint: EndpointIndex,
+    queue: Arc<Queue>,
+    place: usize,
     number: u64,
-    _counted: Taken,
 }
 
-impl Queues {
-    /// Stands behind those that wait for the endpoint.
+impl Queue {
+    /// Stands behind those that wait; none where `max` of them do.
     #[must_use]
-    pub fn join(self: &Rc<Self>, endpoint: EndpointIndex, counted: Taken) -> Waiting {
-        let mut state = self.0.borrow_mut();
-        let number = state.next;
-        state.next += 1;
-        state.waiting.entry(endpoint).or_default().push_back(number);
-        Waiting { queues: Rc::clone(self), endpoint, number, _counted: counted }
+    pub fn join(self: &Arc<Self>, max: u32) -> Option<Waiting> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let room = usize::try_from(max).map_or(QUEUE_MAX, |max| max.min(QUEUE_MAX));
+        let enter = |place: &AtomicU64| place.compare_exchange(0, number, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        let place = self.waiting[..room].iter().position(enter)?;
+        Some(Waiting { queue: Arc::clone(self), place, number })
     }
 
-    /// Whether somebody on this shard waits for the endpoint.
+    /// How many wait.
     #[must_use]
-    pub fn is_waited_for(&self, endpoint: EndpointIndex) -> bool {
-        self.0.borrow().waiting.get(&endpoint).is_some_and(|queue| !queue.is_empty())
+    pub fn count(&self) -> u32 {
+        self.numbers().count() as u32
+    }
+
+    fn numbers(&self) -> impl Iterator<Item = u64> {
+        self.waiting.iter().map(|number| number.load(Ordering::Relaxed)).filter(|number| *number != 0)
     }
 }
 
@@ -120,17 +126,13 @@ impl Waiting {
     /// Whether it is this one's turn.
     #[must_use]
     pub fn is_first(&self) -> bool {
-        let state = self.queues.0.borrow();
-        state.waiting.get(&self.endpoint).and_then(VecDeque::front) == Some(&self.number)
+        self.queue.numbers().all(|number| number >= self.number)
     }
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        let mut state = self.queues.0.borrow_mut();
-        if let Some(queue) = state.waiting.get_mut(&self.endpoint) {
-            queue.retain(|number| *number != self.number);
-        }
+        self.queue.waiting[self.place].store(0, Ordering::Relaxed);
     }
 }
 
@@ -152,17 +154,28 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_is_first_in_first_out_and_whoever_leaves_makes_way() {
-        let (queues, parked) = (Rc::new(Queues::default()), Arc::new(Gauge::default()));
-        let join = |endpoint| queues.join(EndpointIndex(endpoint), parked.take(0).expect("no bound"));
-        let (first, second, third, other) = (join(1), join(1), join(1), join(2));
-        assert!(first.is_first() && !second.is_first() && other.is_first());
+    fn a_queue_is_first_in_first_out_over_all_threads_and_whoever_leaves_makes_way() {
+        let queue = Arc::new(Queue::default());
+        let join = || {
+            let queue = Arc::clone(&queue);
+            let joined = std::thread::spawn(move || queue.join(3));
+            joined.join().expect("no panic")
+        };
+        let [first, second, third] = [(); 3].map(|()| join().expect("room"));
+        assert!(first.is_first() && !second.is_first() && !third.is_first());
+        assert!(join().is_none(), "three wait");
         drop(second);
+        // The place that was left is in front of the third's: its number counts.
+        let fourth = join().expect("one has left");
         drop(first);
-        assert!(third.is_first());
-        assert_eq!(parked.count(), 2);
-        drop((third, other));
-        assert!(!queues.is_waited_for(EndpointIndex(1)) && parked.count() == 0);
+        assert!(third.is_first() && !fourth.is_first());
+        drop(third);
+        assert!(fourth.is_first() && queue.count() == 1);
+        drop(fourth);
+        assert_eq!(queue.count(), 0);
+        assert!(queue.join(0).is_none());
+        let all: Vec<_> = std::iter::from_fn(|| queue.join(u32::MAX)).collect();
+        assert_eq!(all.len(), QUEUE_MAX);
     }
 
     #[test]

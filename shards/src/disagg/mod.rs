@@ -24,6 +24,7 @@ pub mod nixl;
 pub mod refusal;
 pub mod stats;
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use crate::prompt::{Api, Splice, SpliceError};
@@ -71,7 +72,8 @@ impl Dialect {
         match api {
             Api::Completions | Api::ChatCompletions => true,
             Api::Generate => self == Dialect::Bootstrap,
-            _ => false,
+            // vLLM takes and gives `kv_transfer_params` there too, from some release on.
+            Api::Responses | Api::Messages => matches!(self, Dialect::NixlPull | Dialect::NixlPush),
         }
     }
 
@@ -98,6 +100,56 @@ pub enum LegError {
     /// The list of prompts is too long to be looked through.
     #[error("the list of prompts has more than {} bytes", bootstrap::LIST_BYTES_MAX)]
     LongList,
+}
+
+/// Whether a request that is of a kind that goes through two legs can: not one that is answered later, or that goes on from
+/// what only the engine has stored that answered before.
+#[must_use]
+pub fn can_be_parted(api: Api, body: &Splice<'_>) -> bool {
+    let says = |name: &str| body.value(name).is_some_and(|value| !matches!(value, b"null" | b"false"));
+    api != Api::Responses || !["background", "previous_response_id", "conversation"].into_iter().any(says)
+}
+
+/// Whether engines part requests of the kinds that not all releases do, as one service has seen.
+#[derive(Debug, Default)]
+pub struct Parting {
+    /// Prefill answers in a row without anything for the decode leg, by [`Parting::place`].
+    without: [AtomicU32; 2],
+}
+
+/// Prefill answers in a row without parameters, after which requests of the kind are no longer parted.
+const WITHOUT_MAX: u32 = 3;
+/// Every so many such requests one is parted all the same: engines get newer.
+const TRIES_AGAIN: u32 = 256;
+
+impl Parting {
+    fn place(&self, api: Api) -> Option<&AtomicU32> {
+        match api {
+            Api::Responses => Some(&self.without[0]),
+            Api::Messages => Some(&self.without[1]),
+            Api::Completions | Api::ChatCompletions | Api::Generate => None,
+        }
+    }
+
+    /// Whether the next request of a kind is to be parted. Counts it where it is not.
+    #[must_use]
+    pub fn is_wanted(&self, api: Api) -> bool {
+        let Some(without) = self.place(api) else { return true };
+        if without.load(Ordering::Relaxed) < WITHOUT_MAX {
+            return true;
+        }
+        without.fetch_add(1, Ordering::Relaxed) % TRIES_AGAIN == TRIES_AGAIN - 1
+    }
+
+    /// A prefill answer had parameters for the decode leg, or had none.
+    pub fn note(&self, api: Api, found: bool) {
+        let Some(without) = self.place(api) else { return };
+        if found {
+            without.store(0, Ordering::Relaxed);
+        } else {
+            without.fetch_add(1, Ordering::Relaxed);
+        }
+    }
 }
 
 /// Checks that the client did not set what the gateway sets.
@@ -143,6 +195,33 @@ mod tests {
         assert_eq!(prefill_budget(floor, 20.0), Duration::from_secs(80));
         assert_eq!(prefill_budget(floor, f32::INFINITY), BUDGET_MAX);
         assert_eq!(prefill_budget(Duration::from_secs(3600), 1.0), Duration::from_secs(3600));
+    }
+
+    #[test]
+    fn what_only_one_engine_can_answer_is_not_parted() {
+        let check = |api, body: &str| can_be_parted(api, &Splice::of(body.as_bytes()).expect("an object"));
+        assert!(check(Api::Responses, r#"{"input":"x","background":false,"previous_response_id":null}"#));
+        for member in [r#""background":true"#, r#""previous_response_id":"r""#, r#""conversation":"c""#] {
+            assert!(!check(Api::Responses, &format!("{{\"input\":\"x\",{member}}}")), "{member}");
+        }
+        assert!(check(Api::Messages, r#"{"conversation":"c"}"#));
+    }
+
+    #[test]
+    fn kinds_that_engines_do_not_part_are_left_whole_and_tried_now_and_then() {
+        let parting = Parting::default();
+        for api in [Api::Responses, Api::Messages] {
+            (0..2).for_each(|_| parting.note(api, false));
+            assert!(parting.is_wanted(api));
+            parting.note(api, true);
+            (0..3).for_each(|_| parting.note(api, false));
+            let parted = (0..512).filter(|_| parting.is_wanted(api)).count();
+            assert_eq!(parted, 2, "{api:?}");
+            parting.note(api, true);
+            assert!(parting.is_wanted(api));
+        }
+        (0..10).for_each(|_| parting.note(Api::ChatCompletions, false));
+        assert!(parting.is_wanted(Api::ChatCompletions));
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! vLLM with NIXL. Pull: the prefill engine's answer says where its blocks lie, and the decode engine comes for them.
 //! Push: both legs are sent at once, and the prefill engine brings its blocks to whoever waits under the request's id.
 
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
 
-use crate::prompt::{Splice, SpliceError};
+use crate::prompt::{Api, Splice, SpliceError};
 
 /// Bytes of `kv_transfer_params` that are handed on; the decode engine computes the prompt again beyond it.
 pub const PARAMS_BYTES_MAX: usize = 4 * 1024 * 1024;
@@ -18,9 +19,14 @@ const MEMBER: &str = "kv_transfer_params";
 ///
 /// # Errors
 /// The limits of splicing.
-pub fn prefill(body: &mut Splice<'_>) -> Result<(), SpliceError> {
+pub fn prefill(body: &mut Splice<'_>, api: Api) -> Result<(), SpliceError> {
     body.set_member(MEMBER, ASK)?;
     body.set_member("stream", b"false")?;
+    if api == Api::Responses {
+        // Nobody asks the prefill engine for it again.
+        body.set_member("store", b"false")?;
+        return body.set_member("max_output_tokens", b"1");
+    }
     body.set_member("max_tokens", b"1")?;
     if body.value("max_completion_tokens").is_some() {
         body.set_member("max_completion_tokens", b"1")?;
@@ -33,18 +39,17 @@ pub fn prefill(body: &mut Splice<'_>) -> Result<(), SpliceError> {
 
 /// The `kv_transfer_params` of a prefill leg's answer, as they are spelled; none where there is nothing to come for.
 #[must_use]
-pub fn params(answer: &[u8]) -> Option<Vec<u8>> {
-    let answer = Splice::of(answer).ok()?;
+pub fn params<'a>(answer: &Splice<'a>) -> Option<&'a [u8]> {
     let params = answer.value(MEMBER)?;
-    (params.starts_with(b"{") && params.len() <= PARAMS_BYTES_MAX).then(|| params.to_vec())
+    (params.starts_with(b"{") && params.len() <= PARAMS_BYTES_MAX).then_some(params)
 }
 
 /// Makes a decode leg of a body.
 ///
 /// # Errors
 /// The limits of splicing.
-pub fn decode(body: &mut Splice<'_>, params: &[u8]) -> Result<(), SpliceError> {
-    body.set_member(MEMBER, params)
+pub fn decode<'a>(body: &mut Splice<'a>, params: impl Into<Cow<'a, [u8]>>) -> Result<(), SpliceError> {
+    body.put_member(MEMBER, params)
 }
 
 /// Where a prefill engine that pushes is found.
@@ -85,7 +90,7 @@ pub fn addressed_id(prefill: SocketAddr, nixl_port: u16, decode: SocketAddr, uni
 mod tests {
     use super::*;
 
-    fn made(body: &str, make: impl FnOnce(&mut Splice<'_>) -> Result<(), SpliceError>) -> String {
+    fn made<'a>(body: &'a str, make: impl FnOnce(&mut Splice<'a>) -> Result<(), SpliceError>) -> String {
         let mut splice = Splice::of(body.as_bytes()).expect("an object");
         make(&mut splice).expect("short edits");
         String::from_utf8(splice.into_vec()).expect("text")
@@ -98,24 +103,33 @@ mod tests {
         let expected = format!(
             r#"{{"prompt": "a\u00e9 b", "stream" : false,"max_tokens":1,"max_completion_tokens":1,"temperature":1.50,"kv_transfer_params":{ask}}}"#
         );
-        assert_eq!(made(body, prefill), expected);
-        let bare = made(r#"{"prompt":[1]}"#, prefill);
+        let of = |api| move |body: &mut Splice<'_>| prefill(body, api);
+        assert_eq!(made(body, of(Api::Completions)), expected);
+        let bare = made(r#"{"prompt":[1]}"#, of(Api::Completions));
         assert!(bare.contains(r#""max_tokens":1"#) && !bare.contains("max_completion_tokens"), "{bare}");
+        let response = made(r#"{"input":"x","max_output_tokens":9,"store":true}"#, of(Api::Responses));
+        let expected =
+            format!(r#"{{"input":"x","max_output_tokens":1,"store":false,"kv_transfer_params":{ask},"stream":false}}"#);
+        assert_eq!(response, expected);
     }
 
     #[test]
     fn params_are_taken_as_they_are_spelled_or_not_at_all() {
+        let found = |answer: &str| {
+            let answer = Splice::of(answer.as_bytes()).ok()?;
+            params(&answer).map(|params| String::from_utf8(params.to_vec()).expect("text"))
+        };
         let spelled = r#"{ "remote_block_ids" : [[1 ,2]],"x":1.50e3, "nested":{"a":[{}],"b":"\u00e9"} }"#;
         let answer =
             format!(r#"{{"choices":[{{"kv_transfer_params":0}}],"kv_transfer_params":{spelled},"usage":{{}}}}"#);
-        assert_eq!(params(answer.as_bytes()).as_deref(), Some(spelled.as_bytes()));
+        assert_eq!(found(&answer).as_deref(), Some(spelled));
         let decoded = made(r#"{ "prompt":"x" }"#, |body| decode(body, spelled.as_bytes()));
         assert_eq!(decoded, format!(r#"{{ "prompt":"x","kv_transfer_params":{spelled} }}"#));
         for none in [r#"{"kv_transfer_params":null}"#, "{}", "[]", "{", r#"{"kv_transfer_params":"x"}"#] {
-            assert_eq!(params(none.as_bytes()), None, "{none}");
+            assert_eq!(found(none), None, "{none}");
         }
         let long = format!(r#"{{"kv_transfer_params":{{"x":"{}"}}}}"#, "y".repeat(PARAMS_BYTES_MAX));
-        assert_eq!(params(long.as_bytes()), None);
+        assert_eq!(found(&long), None);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::route::Why;
 use crate::service::count;
 
 /// Upper bounds of the histograms' buckets, milliseconds; one more bucket is without bound.
@@ -70,6 +71,8 @@ macro_rules! events {
             pub prefill: [AtomicU64; LegOutcome::ALL.len()],
             /// Decode legs by [`LegOutcome`].
             pub decode: [AtomicU64; LegOutcome::ALL.len()],
+            /// Requests that a decode endpoint did alone, or was to, by [`Why`].
+            pub bypassed: [AtomicU64; Why::ALL.len()],
             /// Time of prefill legs that ended well.
             pub prefill_time: Histogram,
             /// Time from a decode leg's dispatch to its first byte.
@@ -82,6 +85,13 @@ macro_rules! events {
             #[must_use]
             pub fn series(&self) -> Vec<(&'static str, &AtomicU64)> {
                 vec![$(($metric, &self.$field),)*]
+            }
+
+            /// Requests that a decode endpoint would have been sooner done with alone.
+            #[must_use]
+            pub fn bypass_chosen(&self) -> u64 {
+                let all = self.bypassed.iter().chain([&self.bypass_explored]);
+                all.map(|count| count.load(Ordering::Relaxed)).sum()
             }
         }
     };
@@ -110,6 +120,10 @@ events! {
     decode_zero_byte_eof => "loxilb_pd_decode_zero_byte_eof",
     /// Requests that were served whole, because no pair of endpoints was usable or they cannot be parted.
     fallback_to_normal => "loxilb_pd_fallback_to_normal",
+    /// Requests that went through both legs although a decode endpoint would be sooner done alone: to learn of.
+    bypass_explored => "kvlane_pd_bypass_explored",
+    /// Requests that went through both legs after all, since the decode endpoint that was to do them alone failed.
+    bypass_failed => "kvlane_pd_bypass_failed",
     /// Prefill legs that were tried again elsewhere, in a new room or under a new number.
     prefill_retry => "loxilb_pd_prefill_retry",
     /// SGLang's of them.

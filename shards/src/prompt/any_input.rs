@@ -154,7 +154,7 @@ fn check_splice(body: &[u8], view: Option<&BodyView<'_>>) {
         .into_iter()
         .flat_map(|p| match p {
             Piece::Kept(at) => body[at].to_vec(),
-            Piece::New(bytes) => bytes,
+            Piece::New(bytes) => bytes.into_owned(),
         })
         .collect();
     let after = BodyView::parse(&edited).expect("an object again");

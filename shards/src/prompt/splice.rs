@@ -47,18 +47,18 @@ pub struct Outline<'a> {
 pub struct Splice<'a> {
     body: &'a [u8],
     places: Vec<Place<'a>>,
-    /// JSON texts `"name":value` of new members.
-    added: Vec<(String, Vec<u8>)>,
+    /// Names and JSON texts of new members.
+    added: Vec<(String, Cow<'a, [u8]>)>,
     added_bytes: usize,
 }
 
 /// A part of the edited body.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Piece {
+pub enum Piece<'a> {
     /// Bytes of the body as it came.
     Kept(Range<usize>),
     /// Bytes of an edit.
-    New(Vec<u8>),
+    New(Cow<'a, [u8]>),
 }
 
 /// Where a member stands, and what becomes of it.
@@ -69,13 +69,13 @@ struct Place<'a> {
     /// From the name's first quote to the end of the value.
     whole: Range<usize>,
     value: Range<usize>,
-    edit: Edit,
+    edit: Edit<'a>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Edit {
+enum Edit<'a> {
     Keep,
-    Set(Vec<u8>),
+    Set(Cow<'a, [u8]>),
     Remove,
 }
 
@@ -150,6 +150,16 @@ impl<'a> Splice<'a> {
     /// # Errors
     /// The limit of added bytes.
     pub fn set_member(&mut self, name: &str, value: &[u8]) -> Result<(), SpliceError> {
+        self.put_member(name, value.to_vec())
+    }
+
+    /// As [`Splice::set_member`], without a copy: a value that is lent comes out of [`Splice::pieces`] as it is, however
+    /// long.
+    ///
+    /// # Errors
+    /// The limit of added bytes.
+    pub fn put_member(&mut self, name: &str, value: impl Into<Cow<'a, [u8]>>) -> Result<(), SpliceError> {
+        let value = value.into();
         let mut stands = false;
         for place in self.places.iter_mut().filter(|place| place.is_named(name)) {
             stands = true;
@@ -157,7 +167,7 @@ impl<'a> Splice<'a> {
             if self.added_bytes > ADDED_BYTES_MAX {
                 return Err(SpliceError::TooLong);
             }
-            place.edit = Edit::Set(value.to_vec());
+            place.edit = Edit::Set(value.clone());
         }
         if stands {
             return Ok(());
@@ -167,7 +177,7 @@ impl<'a> Splice<'a> {
             return Err(SpliceError::TooLong);
         }
         self.added.retain(|(own, _)| own != name);
-        self.added.push((name.to_owned(), value.to_vec()));
+        self.added.push((name.to_owned(), value));
         Ok(())
     }
 
@@ -203,7 +213,7 @@ impl<'a> Splice<'a> {
 
     /// The edited body, in pieces. Without edits it is the whole body.
     #[must_use]
-    pub fn pieces(self) -> Vec<Piece> {
+    pub fn pieces(self) -> Vec<Piece<'a>> {
         let mut pieces = Pieces { done: Vec::new(), from: 0 };
         let mut keeps = false;
         for (n, place) in self.places.iter().enumerate() {
@@ -224,16 +234,24 @@ impl<'a> Splice<'a> {
         if !self.added.is_empty() {
             let brace = || self.body.iter().rposition(|&byte| byte == b'}').unwrap_or(self.body.len());
             let at = self.places.last().map_or_else(brace, |last| last.whole.end);
-            let mut members = Vec::with_capacity(self.added_bytes + 8 * self.added.len());
+            let mut members = Vec::new();
             for (name, value) in &self.added {
                 if std::mem::replace(&mut keeps, true) {
                     members.push(b',');
                 }
                 write_string(name, &mut members);
                 members.push(b':');
-                members.extend_from_slice(value);
+                match value {
+                    Cow::Owned(value) => members.extend_from_slice(value),
+                    Cow::Borrowed(_) => {
+                        pieces.put(at..at, Some(Cow::Owned(std::mem::take(&mut members))));
+                        pieces.put(at..at, Some(value.clone()));
+                    }
+                }
             }
-            pieces.put(at..at, Some(members));
+            if !members.is_empty() {
+                pieces.put(at..at, Some(Cow::Owned(members)));
+            }
         }
         pieces.end(self.body.len())
     }
@@ -254,15 +272,15 @@ impl<'a> Splice<'a> {
 }
 
 /// Pieces so far, in the order of the body.
-struct Pieces {
-    done: Vec<Piece>,
+struct Pieces<'a> {
+    done: Vec<Piece<'a>>,
     /// Where the body goes on.
     from: usize,
 }
 
-impl Pieces {
+impl<'a> Pieces<'a> {
     /// Puts new bytes, or nothing, in the place of old ones.
-    fn put(&mut self, old: Range<usize>, new: Option<Vec<u8>>) {
+    fn put(&mut self, old: Range<usize>, new: Option<Cow<'a, [u8]>>) {
         if self.from < old.start {
             self.done.push(Piece::Kept(self.from..old.start));
         }
@@ -270,7 +288,7 @@ impl Pieces {
         self.from = old.end;
     }
 
-    fn end(mut self, len: usize) -> Vec<Piece> {
+    fn end(mut self, len: usize) -> Vec<Piece<'a>> {
         self.put(len..len, None);
         self.done
     }

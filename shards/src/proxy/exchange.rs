@@ -451,13 +451,8 @@ impl Attempt<'_> {
         if close {
             added.extend_from_slice(CLOSE_LINE);
         }
-        let terms = Terms {
-            added: &added,
-            is_http10: head.is_http10,
-            broken: BROKEN_EVENTS,
-            wants_done: false,
-            stats: counters,
-        };
+        let terms =
+            Terms { added: &added, is_http10: head.is_http10, broken: BROKEN_EVENTS, ends_with: None, stats: counters };
         self.tail = self.wants_usage(endpoint).then(Tail::default);
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.
@@ -527,6 +522,14 @@ impl Attempt<'_> {
             Score::Runs { prompt_tokens, .. } => {
                 prompt_tokens.saturating_sub(decision.hit_tokens + decision.claimed_tokens)
             }
+            Score::NotAsked | Score::Miss(_) => self.guessed_tokens(),
+        }
+    }
+
+    /// Tokens of the prompt, exact or as far as its bytes tell.
+    pub(super) fn prompt_tokens(&self, score: &Score) -> u64 {
+        match score {
+            Score::Runs { prompt_tokens, .. } => *prompt_tokens,
             Score::NotAsked | Score::Miss(_) => self.guessed_tokens(),
         }
     }

@@ -103,6 +103,14 @@ impl Known {
         }
     }
 
+    /// The decode endpoint of its session, which has one already, is this one: the request has been sent there.
+    pub fn decodes_at(&self, proxy: &Proxy, service: &Service, decode: EndpointIndex) {
+        if let (Some(pin), Some(key), Some(sessions)) = (self.pin(proxy), self.session, &service.sessions) {
+            let terms = PinTerms { service: service.id, ttl: sessions.ttl, max: sessions.max, now_s: now_s() };
+            proxy.affinity.borrow_mut().put(key, Pin { decode: Some(decode), ..pin }, terms);
+        }
+    }
+
     /// The pin of its session, which goes on or moves, and the place of its text: the request has been sent there.
     pub fn sent(&self, proxy: &Proxy, local: &LocalService, pin: Pin) {
         let service = &local.service;

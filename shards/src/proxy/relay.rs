@@ -11,6 +11,7 @@ use crate::executor::breathe;
 use crate::http::response;
 use crate::http::{BodyTracker, Dechunker, ResponseBody, ResponseHead, edit};
 use crate::limits::Limits;
+use crate::prompt::Api;
 use crate::service::{EndpointStats, add};
 use crate::usage::Tail;
 
@@ -101,8 +102,8 @@ pub struct Terms<'a> {
     pub is_http10: bool,
     /// What the client is told where a stream of events breaks.
     pub broken: BrokenEvents,
-    /// A stream of events ends with `[DONE]`, or it was cut.
-    pub wants_done: bool,
+    /// What a stream of events ends with, or it was cut; none where nobody knows.
+    pub ends_with: Option<StreamEnd>,
     /// The endpoint's counters: what the client is sent is added to them.
     pub stats: &'a EndpointStats,
 }
@@ -169,26 +170,72 @@ const LAST_CHUNK: &[u8] = b"0\r\n\r\n";
 
 /// Whether the event that ends a stream has gone by.
 struct DoneWatch {
-    seen: bool,
+    /// None once it has been seen, or is not looked for.
+    wanted: Option<StreamEnd>,
     /// The last bytes that went by, in which it may have begun.
     carry: Vec<u8>,
 }
 
-const DONE: &[u8] = b"[DONE]";
+/// What the last event of a whole stream says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StreamEnd {
+    /// `[DONE]`: chats, completions, SGLang's own.
+    Done,
+    /// `message_stop`: Anthropic's messages.
+    MessageStop,
+    /// `response.completed`, `.incomplete` or `.failed`, with the whole response behind it.
+    Response,
+}
+
+impl StreamEnd {
+    /// That of a kind of request.
+    pub fn of(api: Api) -> Self {
+        match api {
+            Api::Completions | Api::ChatCompletions | Api::Generate => StreamEnd::Done,
+            Api::Messages => StreamEnd::MessageStop,
+            Api::Responses => StreamEnd::Response,
+        }
+    }
+
+    /// Texts of which one must go by. Names of events stand behind a line's end, which no JSON text has.
+    fn marks(self) -> &'static [&'static [u8]] {
+        match self {
+            StreamEnd::Done => &[b"[DONE]"],
+            StreamEnd::MessageStop => &[b"\nevent: message_stop"],
+            StreamEnd::Response => {
+                &[b"\nevent: response.completed", b"\nevent: response.incomplete", b"\nevent: response.failed"]
+            }
+        }
+    }
+}
+
+/// Bytes of the longest mark, less one.
+const MARK_CARRY: usize = 26;
 
 impl DoneWatch {
-    fn new(wanted: bool) -> Self {
-        DoneWatch { seen: !wanted, carry: Vec::new() }
+    fn new(wanted: Option<StreamEnd>) -> Self {
+        DoneWatch { wanted, carry: Vec::new() }
+    }
+
+    fn is_missing(&self) -> bool {
+        self.wanted.is_some()
     }
 
     fn look(&mut self, bytes: &[u8]) {
-        if self.seen {
+        let Some(wanted) = self.wanted else { return };
+        // It stands near the end; what is in the middle of a long piece is an answer that quotes it.
+        let near = if wanted == StreamEnd::Done { &bytes[bytes.len().saturating_sub(256)..] } else { bytes };
+        let found = |text: &[u8]| wanted.marks().iter().any(|mark| memchr::memmem::find(text, mark).is_some());
+        self.carry.extend_from_slice(&near[..near.len().min(MARK_CARRY)]);
+        if found(&self.carry) || found(near) {
+            self.wanted = None;
             return;
         }
-        // It stands near the end; what is in the middle of a long piece is an answer that quotes it.
-        self.carry.extend_from_slice(&bytes[bytes.len().saturating_sub(256)..]);
-        self.seen = memchr::memmem::find(&self.carry, DONE).is_some();
-        self.carry.drain(..self.carry.len().saturating_sub(DONE.len() - 1));
+        if near.len() > MARK_CARRY {
+            self.carry.clear();
+            self.carry.extend_from_slice(&near[near.len() - MARK_CARRY..]);
+        }
+        self.carry.drain(..self.carry.len().saturating_sub(MARK_CARRY));
     }
 }
 
@@ -261,11 +308,11 @@ pub async fn relay(
         if decode { Passage::Decoded(Dechunker::new(at)) } else { Passage::AsIs(BodyTracker::new(head.body)) };
     let until_close = head.body == ResponseBody::UntilClose;
     let mut began = false;
-    let mut done = DoneWatch::new(terms.wants_done && head.event_stream && head.status == 200);
+    let mut done = DoneWatch::new(terms.ends_with.filter(|_| head.event_stream && head.status == 200));
     loop {
         let mut passed = passage.pass(&mut buffer, at);
         done.look(buffer.get(at..).unwrap_or_default());
-        if passed.done && !done.seen {
+        if passed.done && done.is_missing() {
             // The endpoint ended it in good order before its end: the client must not take it for a whole answer.
             if !began {
                 return Err(Fault::Died);
@@ -336,7 +383,7 @@ pub async fn relay(
         };
         match result {
             Ok(1..) => {}
-            Ok(0) if until_close && done.seen => {
+            Ok(0) if until_close && !done.is_missing() => {
                 buffers.give_back(buffer);
                 return Ok(false);
             }
@@ -365,4 +412,35 @@ async fn end_broken(client: &mut Client, passage: &Passage, event_stream: bool, 
     };
     // The client's connection is closed next, whatever comes of this.
     let _told = client.write(event.into_bytes(), 0, limits.write_timeout).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether the end is seen in a stream that comes in pieces of so many bytes.
+    fn sees(end: StreamEnd, stream: &str, piece: usize) -> bool {
+        let mut watch = DoneWatch::new(Some(end));
+        stream.as_bytes().chunks(piece).for_each(|bytes| watch.look(bytes));
+        !watch.is_missing()
+    }
+
+    #[test]
+    fn the_end_of_a_stream_is_seen_however_it_comes() {
+        let long = "x".repeat(5_000);
+        let completed = format!("event: a\ndata: {{}}\n\nevent: response.completed\ndata: {{\"text\":\"{long}\"}}\n\n");
+        let stopped = "event: a\ndata: {}\n\nevent: message_stop\ndata: {\"type\":\"message_stop\"}\n\n";
+        for piece in [1, 2, 7, 25, 26, 27, 53, 300, 10_000] {
+            assert!(sees(StreamEnd::Done, "data: {}\n\ndata: [DONE]\n\n", piece), "{piece}");
+            assert!(sees(StreamEnd::MessageStop, stopped, piece), "{piece}");
+            assert!(sees(StreamEnd::Response, &completed, piece), "{piece}");
+            assert!(sees(StreamEnd::Response, &completed.replace("completed", "incomplete"), piece), "{piece}");
+            // An answer that quotes it is not at its end.
+            assert!(!sees(StreamEnd::MessageStop, "data: {\"text\":\"\\nevent: message_stop\"}\n\n", piece), "{piece}");
+            assert!(!sees(StreamEnd::Response, "event: response.created\ndata: {}\n\n", piece), "{piece}");
+            assert!(!sees(StreamEnd::Done, "data: {}\n\n", piece), "{piece}");
+        }
+        let longest = [StreamEnd::Done, StreamEnd::MessageStop, StreamEnd::Response].map(StreamEnd::marks);
+        assert_eq!(longest.iter().flat_map(|marks| marks.iter()).map(|mark| mark.len()).max(), Some(MARK_CARRY + 1));
+    }
 }

@@ -12,7 +12,6 @@ use super::known::{LocalTrie, is_cache_aware};
 use super::models::ModelsCache;
 use super::upstream::{Pool, Pools};
 use crate::belief::NamedRank;
-use crate::disagg::ladder::Queues;
 use crate::executor::Ticket;
 use crate::http::RequestHead;
 use crate::ids::{Rank, ServiceId, ShardId};
@@ -29,10 +28,10 @@ pub struct LocalService {
     pub turn: Rc<RefCell<Turn>>,
     /// Reading end of the inventory, where the service routes by KV cache.
     pub reader: Option<Reader>,
+    /// The same of what decode endpoints hold, where the service looks at that.
+    pub decode_reader: Option<Reader>,
     /// Idle upstream connections, by endpoint.
     pub pools: Vec<Rc<Pool>>,
-    /// Who waits for which prefill endpoint on this shard, kept over updates.
-    pub queues: Rc<Queues>,
     /// Where texts were sent on this shard, where the service asks for it; kept over updates.
     pub trie: Option<Rc<LocalTrie>>,
     /// The union of the endpoints' model lists, for a moment.
@@ -177,19 +176,16 @@ impl Routes {
     pub fn compile(tables: &Tables, before: &Routes, shard: ShardId, pools: &Pools) -> Self {
         let turns: HashMap<ServiceId, &Rc<RefCell<Turn>>> =
             before.services().map(|local| (local.service.id, &local.turn)).collect();
-        let queues: HashMap<ServiceId, &Rc<Queues>> =
-            before.services().map(|local| (local.service.id, &local.queues)).collect();
         let tries: HashMap<ServiceId, &Rc<LocalTrie>> =
             before.services().filter_map(|local| Some((local.service.id, local.trie.as_ref()?))).collect();
         let local = |service: Arc<Service>| {
             let known = tries.get(&service.id).filter(|_| is_cache_aware(&service));
-            let waiting = queues.get(&service.id).map(|queues| Rc::clone(queues));
             let turn = turns.get(&service.id).map(|turn| Rc::clone(turn));
             Rc::new(LocalService {
                 turn: turn.unwrap_or_else(|| Rc::new(RefCell::new(Turn::starting_at(shard)))),
                 reader: service.kv.as_ref().map(|kv| kv.inventory.reader()),
+                decode_reader: service.kv.as_ref().and_then(|kv| Some(kv.decode_inventory.as_ref()?.reader())),
                 pools: service.endpoints.iter().map(|endpoint| pools.of(endpoint.address)).collect(),
-                queues: waiting.unwrap_or_default(),
                 trie: known.map(|trie| Rc::clone(trie)).or_else(|| LocalTrie::of(&service)),
                 models: ModelsCache::default(),
                 service,

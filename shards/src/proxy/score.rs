@@ -1,19 +1,19 @@
 //! From a request to the evidence its routing decision stands on: prompt keys, made in slices, walked through the
 //! inventory as they come.
 
+mod spaces;
+
 use std::cell::RefCell;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use crate::belief::NamedRank;
-use crate::block::Contract;
-use crate::block::vllm::Tagging;
 use crate::bos::{ModelPlace, OtherBos};
 use crate::claims::Claimable;
 use crate::executor::{Aside, Ticket, TicketGuard, breathe, turn};
 use crate::feedback::Compared;
 use crate::ids::{BlockKey, EndpointIndex, Rank, ServiceId};
-use crate::inventory::{Guard, Medium, Reader, Run, Space, SpaceIndex, Walk};
+use crate::inventory::{Medium, Reader, Run, SpaceIndex};
 use crate::predictions::{Prediction, PromptKind};
 use crate::prompt::{
     Api, Begun, BodyView, Glimpse, Job, Keying, Model, ModelTable, Pending, PrefixCache, Question, Rendering, Step,
@@ -27,6 +27,7 @@ use super::Proxy;
 use super::client::Buffers;
 use super::handed::{List, SLICE_IDS};
 use super::routes::{LocalService, RequestView};
+use spaces::{AtDecode, InSpace, forms, has_other_spaces, other_walks};
 
 /// What is known of a request's prompt.
 #[derive(Debug)]
@@ -77,13 +78,15 @@ pub struct PromptKeys {
     other_bos: Option<OtherBos>,
     /// The ids of the whole prompt as a JSON list, where they are to be handed on.
     ids: Option<Box<[u8]>>,
+    /// Runs at decode endpoints, in the service's own keys, where the rule looks at these.
+    at_decode: Vec<Run>,
 }
 
 #[cfg(test)]
 impl PromptKeys {
     /// Keys of the service's own space alone.
     pub fn of(own: Vec<BlockKey>) -> Self {
-        PromptKeys { own, others: Vec::new(), other_bos: None, ids: None }
+        PromptKeys { own, others: Vec::new(), other_bos: None, ids: None, at_decode: Vec::new() }
     }
 }
 
@@ -93,6 +96,13 @@ impl Score {
     pub fn first_block(&self) -> Option<(BlockKey, bool)> {
         let Score::Runs { runs, keys, .. } = self else { return None };
         keys.own.first().map(|first| (*first, !runs.is_empty()))
+    }
+
+    /// What decode endpoints hold of the prompt; nothing where the rule does not look at that.
+    #[must_use]
+    pub fn at_decode(&self) -> &[Run] {
+        let Score::Runs { keys, .. } = self else { return &[] };
+        &keys.at_decode
     }
 
     /// The ids of the whole prompt as a JSON list; none where they are not handed on, or not certain.
@@ -291,7 +301,7 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
         Ok(Begun::Pending(pending)) => {
             if !sees_all
                 && let Some(glimpse) = pending.glimpse()
-                && let Some(score) = of_glimpse(glimpse, reader, &ticket, means).await
+                && let Some(score) = of_glimpse(glimpse, (reader, local.decode_reader.as_ref()), &ticket, means).await
             {
                 return score;
             }
@@ -326,12 +336,13 @@ pub async fn score(proxy: &Proxy, local: &LocalService, models: &ModelTable, req
     ticket.breathe().await;
     let others = if others_hold { other_walks(&mut job, reader, kv, &forms) } else { Vec::new() };
     let own = InSpace::new(SpaceIndex::OWN, None);
+    let decode = local.decode_reader.as_ref().map(AtDecode::new);
     job.watch_bos(prompt.keying);
     if hands_on {
         job.keep_ids();
     }
     let bos = &local.service.shared.bos;
-    let mut work = Work { job: Some(job), own, others, means };
+    let mut work = Work { job: Some(job), own, others, decode, means };
     loop {
         match work.slice(reader) {
             Ok(None) if work.is_long_next() => turn().await,
@@ -385,17 +396,22 @@ async fn prepare<'a>(
 const GLIMPSE_MARGIN: usize = 8;
 
 /// The score of a large prompt whose begin shows that nobody holds more of it; none where the whole must be looked at.
-async fn of_glimpse(glimpse: Glimpse<'_>, reader: &Reader, ticket: &Pace, means: Means<'_>) -> Option<Score> {
+async fn of_glimpse(
+    glimpse: Glimpse<'_>,
+    (reader, decode): (&Reader, Option<&Reader>),
+    ticket: &Pace,
+    means: Means<'_>,
+) -> Option<Score> {
     let Glimpse { job, certain, part } = glimpse;
     let own = InSpace::new(SpaceIndex::OWN, None);
-    let mut work = Work { job: Some(job), own, others: Vec::new(), means };
+    let mut work = Work { job: Some(job), own, others: Vec::new(), decode: decode.map(AtDecode::new), means };
     ticket.breathe().await;
     loop {
         match work.slice(reader) {
             Ok(None) if work.is_long_next() => turn().await,
             Ok(None) => ticket.breathe().await,
             Ok(Some(Score::Runs { prompt_tokens, runs, mut keys })) => {
-                let held = runs.iter().map(|run| run.blocks as usize).max().unwrap_or(0);
+                let held = runs.iter().chain(&keys.at_decode).map(|run| run.blocks as usize).max().unwrap_or(0);
                 if keys.own.is_empty() || (held > 0 && held + GLIMPSE_MARGIN > keys.own.len()) {
                     return None;
                 }
@@ -463,89 +479,12 @@ impl<'a> Prompt<'a> {
     }
 }
 
-/// Whether some holder's keys are not the rule's.
-fn has_other_spaces(reader: &Reader) -> bool {
-    reader.enter().is_some_and(|guard| guard.other_spaces().next().is_some())
-}
-
-/// The forms that the engines key the request's adapter or salt in, the contract's own first; none for a request that
-/// says nothing of the kind, whose keys are the same in all of them.
-fn forms(kv: &KvExact, body: &BodyView<'_>, request: &RequestView<'_>) -> Vec<Tagging> {
-    let adapted = || {
-        let model = body.model.as_deref().or_else(|| request.model());
-        model.is_some_and(|model| kv.adapters.contains_key(model))
-    };
-    match kv.contract {
-        Contract::Vllm { tagging, .. } if body.is_salted() || adapted() => {
-            std::iter::once(tagging).chain(kv.other_forms.iter().copied()).collect()
-        }
-        _ => Vec::new(),
-    }
-}
-
-/// Adds the key streams of holders that do not have the rule's keys; for most services there are none.
-fn other_walks(job: &mut Job<'_>, reader: &Reader, kv: &KvExact, forms: &[Tagging]) -> Vec<InSpace> {
-    let Some(guard) = reader.enter() else { return Vec::new() };
-    let own = NonZeroU32::new(kv.block_tokens).map(|block_tokens| Space { contract: kv.contract, block_tokens });
-    let own_forms = own.into_iter().flat_map(|space| in_forms(space, forms.get(1..).unwrap_or_default()));
-    let mut walks: Vec<_> = own_forms.map(|space| (SpaceIndex::OWN, space)).collect();
-    for (index, space) in guard.other_spaces() {
-        match space.contract {
-            Contract::Vllm { .. } if !forms.is_empty() => {
-                walks.extend(in_forms(space, forms).map(|space| (index, space)));
-            }
-            _ => walks.push((index, space)),
-        }
-    }
-    // A contract that cannot key what the request says has no holder for it.
-    walks.retain(|(_, space)| job.also(&space.contract, space.block_tokens).is_ok());
-    walks.into_iter().map(|(index, space)| InSpace::new(index, Some(space.block_tokens))).collect()
-}
-
-/// A key space as engines of releases with these forms of extra keys fill it.
-fn in_forms(space: Space, forms: &[Tagging]) -> impl Iterator<Item = Space> {
-    forms.iter().filter_map(move |tagging| match space.contract {
-        Contract::Vllm { none_hash, lookahead, .. } => {
-            Some(Space { contract: Contract::Vllm { none_hash, tagging: *tagging, lookahead }, ..space })
-        }
-        _ => None,
-    })
-}
-
-/// A walk among the holders of one key space.
-#[derive(Debug)]
-struct InSpace {
-    space: SpaceIndex,
-    walk: Walk,
-    /// Tokens per block; none = the rule's.
-    block_tokens: Option<NonZeroU32>,
-    /// Some holder may go further.
-    open: bool,
-    /// Keys shown, in spaces beside the service's own.
-    keys: Vec<BlockKey>,
-    /// Runs in blocks of the space, known at the end.
-    runs: Vec<Run>,
-}
-
-impl InSpace {
-    fn new(space: SpaceIndex, block_tokens: Option<NonZeroU32>) -> Self {
-        let walk = Walk::in_space(space);
-        InSpace { space, walk, block_tokens, open: true, keys: Vec::new(), runs: Vec::new() }
-    }
-
-    /// Notes its runs, and adds them to those of all spaces.
-    fn add_runs(&mut self, guard: &Guard<'_>, runs: &mut Vec<Run>) {
-        let block_tokens = self.block_tokens;
-        self.runs.extend(self.walk.runs(guard).map(|run| Run { block_tokens, ..run }));
-        runs.extend_from_slice(&self.runs);
-    }
-}
-
 struct Work<'a> {
     /// Some until it is over.
     job: Option<Job<'a>>,
     own: InSpace,
     others: Vec<InSpace>,
+    decode: Option<AtDecode<'a>>,
     means: Means<'a>,
 }
 
@@ -603,12 +542,16 @@ impl Work<'_> {
         }
         let Some(guard) = reader.enter() else { return Err(MissReason::NoWorker) };
         self.own.open = self.own.open && guard.advance(&mut self.own.walk, keys);
+        let decode_open = self.decode.as_mut().is_some_and(|decode| {
+            decode.advance(keys);
+            decode.open
+        });
         for (stream, other) in self.others.iter_mut().enumerate() {
             let shown = other.keys.len();
             job.take_other_keys(stream, &mut other.keys);
             other.open = other.open && guard.advance(&mut other.walk, &other.keys[shown..]);
         }
-        if step == Step::More && (self.own.open || self.others.iter().any(|other| other.open)) {
+        if step == Step::More && (self.own.open || decode_open || self.others.iter().any(|other| other.open)) {
             return Ok(None);
         }
         let mut runs: Vec<Run> = self.own.walk.runs(&guard).collect();
@@ -625,6 +568,7 @@ impl Work<'_> {
             others: std::mem::take(&mut self.others),
             other_bos: None,
             ids: None,
+            at_decode: self.decode.as_ref().map_or_else(Vec::new, AtDecode::runs),
         };
         Ok(Some(Score::Runs { prompt_tokens: job.prompt_tokens(), runs, keys }))
     }

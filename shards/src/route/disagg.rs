@@ -90,7 +90,26 @@ fn by_trie(pd: &Disagg, facts: &Facts<'_>, rows: &Rows) -> Option<usize> {
 
 /// The least requests in flight and waiting in the engine; whose queue is not known counts as the mean of the others.
 fn least_load(service: &Service, turn: &mut Turn) -> Option<usize> {
+    note_loads(service, turn);
     let Turn { rows, ties, .. } = turn;
+    ties.least(rows.candidates(), |place| rows.key[place])
+}
+
+/// The least of something, and of equals the least loaded.
+pub(super) fn least(service: &Service, turn: &mut Turn, of: impl Fn(&Turn, usize) -> u64) -> Option<usize> {
+    note_loads(service, turn);
+    for place in 0..turn.rows.worth.len() {
+        if turn.rows.candidate[place] {
+            turn.rows.worth[place] = of(turn, place);
+        }
+    }
+    let Turn { rows, ties, .. } = turn;
+    ties.least(rows.candidates(), |place| (rows.worth[place], rows.key[place]))
+}
+
+/// Notes the requests of each candidate, in flight and waiting in the engine.
+fn note_loads(service: &Service, turn: &mut Turn) {
+    let rows = &mut turn.rows;
     let queued = |place: usize| service.endpoints[place].shared.engine.queued().map(u64::from);
     let known = rows.candidates().filter_map(queued);
     let (count, sum) = known.fold((0_u64, 0_u64), |(count, sum), queued| (count + 1, sum + queued));
@@ -101,5 +120,4 @@ fn least_load(service: &Service, turn: &mut Turn) -> Option<usize> {
     for place in 0..rows.load.len() {
         rows.key[place] = u64::from(rows.load[place]) + queued(place).unwrap_or(mean);
     }
-    ties.least(rows.candidates(), |place| rows.key[place])
 }

@@ -5,7 +5,8 @@
 //! is read once, so that its steps agree with each other. Nothing is allocated but rows, once per service and shard.
 //!
 //! **One pool** ([`decide`]): Tier 1.5 → the rule's `sel`. **Prefill and decode** ([`decide`], then [`choose_decode`]):
-//! session → tree of texts → Tier 1.5 → least load, among the prefill endpoints; then a decode endpoint.
+//! session → tree of texts → Tier 1.5 → least load, among the prefill endpoints; then a decode endpoint. Before that, if
+//! the rule says so, a decode endpoint that does all of it ([`choose_straight`]).
 //!
 //! **Tier 1.5**, in this order: overlap → blend → spill relief → cold seed.
 //!
@@ -33,6 +34,7 @@
 #![forbid(unsafe_code)]
 
 mod blend;
+mod bypass;
 mod decision;
 mod disagg;
 mod facts;
@@ -48,6 +50,7 @@ use crate::load::LoadTable;
 use crate::service::{Role, Service};
 
 pub use blend::CAPACITY_REFERENCE_MILLI;
+pub use bypass::{Alone, LESSONS_MIN, Straight, Why, break_even};
 pub use decision::{Decision, Reason, Terms, Tier};
 pub use facts::{Claimed, Evidence, Facts, Pin, TrieMatch};
 pub use rows::Turn;
@@ -91,6 +94,12 @@ pub fn choose_decode(
     chooser: &mut Chooser<'_>,
 ) -> Option<EndpointIndex> {
     disagg::choose_decode(service, pinned, tried, chooser)
+}
+
+/// Chooses the decode endpoint that does a request of a P/D rule alone, where the rule allows that and it is sooner done
+/// than with two; none for most requests.
+pub fn choose_straight(service: &Service, alone: &Alone<'_>, chooser: &mut Chooser<'_>) -> Option<Straight> {
+    bypass::choose(service, service.pd.as_ref()?, alone, chooser)
 }
 
 #[cfg(test)]

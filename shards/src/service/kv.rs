@@ -69,6 +69,9 @@ pub struct KvExact {
     pub claim_for: Duration,
     /// The service's inventory, to be read.
     pub inventory: inventory::ReaderFactory,
+    /// What decode endpoints hold, to be read, where the rule looks at that
+    /// ([`Bypass::Held`](super::Bypass::Held)). Nothing but a bypass is decided by it.
+    pub decode_inventory: Option<inventory::ReaderFactory>,
 }
 
 impl KvExact {
@@ -101,6 +104,7 @@ impl KvExact {
             zero_hit_every: 50,
             claim_for: Duration::from_secs(2),
             inventory,
+            decode_inventory: None,
         }
     }
 

@@ -162,6 +162,34 @@ impl Role {
     }
 }
 
+/// Which requests of a P/D rule go straight to a decode endpoint, which does all of them (`pdBypass`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Bypass {
+    /// None.
+    #[default]
+    Off,
+    /// Those with a short prompt.
+    Short,
+    /// These, and those of whose prompt a decode endpoint holds nearly all: events of decode endpoints are read then, into
+    /// a table of their own.
+    Held,
+}
+
+impl Bypass {
+    /// Every value.
+    pub const ALL: [Bypass; 3] = [Bypass::Off, Bypass::Short, Bypass::Held];
+
+    /// The value in rules.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Bypass::Off => "off",
+            Bypass::Short => "short",
+            Bypass::Held => "held",
+        }
+    }
+}
+
 /// Prefill and decode on separate endpoints (`pd_disagg_mode`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Disagg {
@@ -175,6 +203,11 @@ pub struct Disagg {
     pub bootstrap_port: u16,
     /// vLLM's prefill engines bring their blocks, instead of having them fetched (`pdNixlPush`).
     pub push: bool,
+    /// Which requests go straight to a decode endpoint (`pdBypass`).
+    pub bypass: Bypass,
+    /// Tokens that a decode endpoint may be left to compute (`pdBypassTokens`); 0 = as many as it computes sooner than
+    /// they would be moved to it, which is learned.
+    pub bypass_tokens: u32,
     /// What signs TensorRT-LLM's generation legs (`pdAuthKeyFile`); none = they are not signed.
     pub auth_key: Option<AuthKey>,
     /// Least time that a prefill leg is given, whatever its prompt (`LLB_PD_PREFILL_TIMEOUT_SEC`).
@@ -192,6 +225,8 @@ impl Default for Disagg {
             balance_threshold: 3,
             bootstrap_port: 8998,
             push: false,
+            bypass: Bypass::Off,
+            bypass_tokens: 0,
             auth_key: None,
             prefill_floor: Duration::from_secs(30),
             ladder: Ladder::default(),

@@ -9,7 +9,7 @@ use shards::block::Contract;
 use shards::inventory::SpaceIndex;
 use shards::predictions::{Prediction, PromptKind};
 use shards::prompt::{Api, Keying};
-use shards::service::Engine;
+use shards::service::{Engine, Role};
 
 use super::Case;
 use super::engine::Checked;
@@ -186,7 +186,9 @@ impl Heard {
 
     /// How the endpoint's blocks are keyed in the inventory; none where it holds none, or its ranks differ.
     fn keying(&self, place: usize, kv: &KvRule) -> Option<(Contract, u32)> {
-        let reader = self.entry.inventory.as_ref()?.reader();
+        let of_decode = self.case.rule.endpoints.get(place)?.role == Role::Decode;
+        let table = if of_decode { &self.entry.decode_inventory } else { &self.entry.inventory };
+        let reader = table.as_ref()?.reader();
         let guard = reader.enter()?;
         let space = guard.space_of(self.entry.places.get(place)?.shared.index)?;
         match guard.other_spaces().find(|(other, _)| *other == space) {

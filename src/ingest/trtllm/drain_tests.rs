@@ -341,6 +341,7 @@ fn drained_blocks_are_routable_while_the_engine_is_there_and_go_with_its_endpoin
         EndpointSources { index: EndpointIndex(0), shared: Arc::clone(&shared), label, ranks: Vec::new(), drain };
     let mut sources = ServiceSources {
         id: ServiceId(0),
+        pool: crate::ingest::Pool::Prompts,
         engine: shards::service::Engine::Trtllm,
         block_tokens: 4,
         weights: MediumWeights::default(),

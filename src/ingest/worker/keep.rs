@@ -7,11 +7,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
-use shards::ids::{EndpointIndex, ServiceId};
+use shards::ids::EndpointIndex;
 
 use super::super::persist::{Answer, Captured, Files, Identity, Image, Loaded, Progress, Request, Write};
 use super::super::source::Source;
-use super::{Endpoint, Left, PENDING_MAX, Place, Worker};
+use super::{Endpoint, Left, PENDING_MAX, Place, TableId, Worker};
 
 /// Keys copied, or taken up, in one cycle: some 50 µs.
 const KEYS_PER_CYCLE: usize = 4096;
@@ -261,7 +261,7 @@ impl Worker {
     }
 
     /// The files of an endpoint that leaves its rule are of no more use.
-    pub(super) fn forget_files(&self, id: ServiceId, index: EndpointIndex) {
+    pub(super) fn forget_files(&self, id: TableId, index: EndpointIndex) {
         let Some(keeper) = &self.keeper else { return };
         let Some(service) = self.services.get(&id) else { return };
         let Some(endpoint) = service.endpoints.get(&index) else { return };

@@ -17,10 +17,10 @@ use crate::config::Config;
 use crate::cores::Plan;
 use crate::discovery::ServiceFacts;
 use crate::ingest::{
-    Believed, DrainFrom, DrainStatus, EndpointSources, Ingest, IngestOptions, Mode, RankSource, Replay, ServiceSources,
-    StateOptions, StreamName, StreamStatus,
+    Believed, DrainFrom, DrainStatus, EndpointSources, Ingest, IngestOptions, Mode, Pool, RankSource, Replay,
+    ServiceSources, StateOptions, StreamName, StreamStatus, TableId,
 };
-use crate::rules::{EventPlace, EventSource, contract};
+use crate::rules::{EventPlace, EventSource, RuleEndpoint, contract};
 use crate::supervise::Entry;
 
 use super::PartError;
@@ -51,16 +51,26 @@ impl IngestPart {
         }
     }
 
-    pub(crate) fn add(&self, entry: &Entry, writer: Writer) {
-        report(self.0.add_service(sources(entry), writer));
+    pub(crate) fn add(&self, entry: &Entry, pool: Pool, writer: Writer) {
+        report(self.0.add_service(sources(entry, pool), writer));
     }
 
-    pub(crate) fn update(&self, entry: &Entry) {
-        report(self.0.update_service(sources(entry)));
+    pub(crate) fn update(&self, entry: &Entry, pool: Pool) {
+        report(self.0.update_service(sources(entry, pool)));
     }
 
-    pub(crate) fn remove(&self, id: ServiceId) {
-        report(self.0.remove_service(id));
+    pub(crate) fn remove(&self, service: ServiceId, pool: Pool) {
+        report(self.0.remove_service(TableId { service, pool }));
+    }
+
+    /// The sources of all tables that a rule in force has: its engines have moved, or say something else of themselves.
+    pub(crate) fn update_all(&self, entry: &Entry) {
+        entry.pools().for_each(|pool| self.update(entry, pool));
+    }
+
+    /// A rule is gone.
+    pub(crate) fn remove_all(&self, entry: &Entry) {
+        entry.pools().for_each(|pool| self.remove(entry.id, pool));
     }
 
     pub(crate) fn set_load_slots(&self, slots: usize) {
@@ -243,12 +253,13 @@ fn report(result: Result<(), crate::ingest::Error>) {
     }
 }
 
-/// The event sources of a rule's endpoints; those whose name has no address have none for now.
-pub(in crate::supervise) fn sources(entry: &Entry) -> ServiceSources {
+/// The event sources of a rule's endpoints that one table is of; those whose name has no address have none for now.
+pub(in crate::supervise) fn sources(entry: &Entry, pool: Pool) -> ServiceSources {
     let ranks = entry.rule.kv.as_ref().map_or(0, |kv| kv.ranks);
     let endpoints = entry.places.iter().filter_map(|place| {
-        // What a decode endpoint holds is no prompt's.
-        let endpoint = Some(&entry.rule.endpoints[place.in_rule?]).filter(|endpoint| endpoint.role != Role::Decode)?;
+        // What a decode endpoint holds is nothing that a prompt is routed by.
+        let of_pool = |endpoint: &&RuleEndpoint| (endpoint.role == Role::Decode) == (pool == Pool::Decode);
+        let endpoint = Some(&entry.rule.endpoints[place.in_rule?]).filter(of_pool)?;
         let address = place.address?;
         let ranks = endpoint.events.iter().flat_map(|events| (0..ranks).map(|rank| rank_source(events, address, rank)));
         Some(EndpointSources {
@@ -257,11 +268,12 @@ pub(in crate::supervise) fn sources(entry: &Entry) -> ServiceSources {
             label: endpoint.to_string(),
             ranks: ranks.collect(),
             // An engine that pushes its events hands out none.
-            drain: if endpoint.events.is_none() { drain(entry, address) } else { None },
+            drain: if endpoint.events.is_none() && pool == Pool::Prompts { drain(entry, address) } else { None },
         })
     });
     ServiceSources {
         id: entry.id,
+        pool,
         engine: entry.rule.engine,
         block_tokens: entry.rule.kv.as_ref().map_or(0, |kv| kv.block_tokens),
         weights: entry.rule.kv.as_ref().map(|kv| kv.weights).unwrap_or_default(),

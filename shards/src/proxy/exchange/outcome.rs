@@ -10,7 +10,7 @@ use crate::predictions::PromptKind;
 use crate::prompt::Api;
 use crate::proxy::score::Score;
 use crate::route::{Decision, Reason, Tier};
-use crate::service::{Endpoint, add, count};
+use crate::service::{Endpoint, Role, add, count};
 use crate::usage::{Tail, Usage};
 
 /// Bytes of a body that are searched for a system message and tools, for a diagnosis.
@@ -111,7 +111,8 @@ impl Attempt<'_> {
         if matches!(score, Score::NotAsked) {
             return;
         }
-        let knows_blocks = || service.endpoints.iter().any(|e| e.shared.kv_blocks.load(Ordering::Relaxed) > 0);
+        let routed = || service.endpoints.iter().filter(|endpoint| endpoint.role != Role::Decode);
+        let knows_blocks = || routed().any(|e| e.shared.kv_blocks.load(Ordering::Relaxed) > 0);
         if let Some((first, hit)) = score.first_block()
             && service.shared.zero_hits.note(first, hit, kv.zero_hit_every, knows_blocks)
         {

@@ -11,7 +11,7 @@ use crate::proxy::exchange::Failure;
 use crate::route::{self, Chooser, Decision, Tier};
 use crate::service::{Role, count};
 
-/// How often a request that is first in its queue looks for a place that another shard gave back.
+/// How often a request that waits looks whether it is first, and for a place.
 const LOOK_EVERY: std::time::Duration = std::time::Duration::from_millis(5);
 
 /// The endpoint that computes the prompt.
@@ -35,7 +35,7 @@ impl Errand<'_> {
                 }
                 let places = &self.endpoint(decision.endpoint).shared.places;
                 // Those who wait come first.
-                let waited_for = self.attempt.local.queues.is_waited_for(decision.endpoint);
+                let waited_for = ladder.queue > 0 && places.queue.count() > 0;
                 if let Some(place) = (!waited_for).then(|| places.inflight.take(ladder.per_endpoint)).flatten() {
                     return Ok(Admitted { decision, place: Some(place) });
                 }
@@ -67,11 +67,11 @@ impl Errand<'_> {
             return Err(self.refuse(LegRefusal::Overloaded));
         }
         let mut places: Vec<EndpointIndex> = self.waitable(tried).collect();
-        places.sort_by_key(|index| self.endpoint(*index).shared.places.parked.count());
+        places.sort_by_key(|index| self.endpoint(*index).shared.places.queue.count());
         for index in places {
-            if let Some(counted) = self.endpoint(index).shared.places.parked.take(ladder.queue) {
+            if let Some(waiting) = self.endpoint(index).shared.places.queue.join(ladder.queue) {
                 count(&stats.admission_queued);
-                return Ok((index, self.attempt.local.queues.join(index, counted)));
+                return Ok((index, waiting));
             }
         }
         count(&stats.admission_overflow_shed);

@@ -8,7 +8,7 @@ use super::admit::Admitted;
 use super::leg::{self, LegFault, Whole};
 use super::message::{self, Leg};
 use super::relayed::{DecodeFault, Relaying, id_line};
-use super::{Beside, Counted, Dispatched, Route, Task, Tried};
+use super::{Counted, Dispatched, PrefillTime, Route, Side, Task, Tried};
 use crate::disagg::bootstrap::{self, Meeting};
 use crate::disagg::nixl::{self, Coordinates};
 use crate::disagg::refusal::LegRefusal;
@@ -31,8 +31,8 @@ const DRAIN_SLACK: Duration = Duration::from_millis(500);
 
 /// How a prefill leg ended.
 pub enum PrefillEnd {
-    /// Well; its body.
-    Done(Vec<u8>),
+    /// Well; its answer, and how long it took.
+    Done(Box<Whole>, Duration),
     /// Its answer is the client's: a refusal.
     Refused(Box<Whole>),
     /// It failed.
@@ -72,29 +72,35 @@ impl Task<'_, '_> {
             };
             errand.sent(&decision, decode);
             let (first, second) = self.messages(&decision, decode).await?;
-            let end: Beside = Rc::default();
+            let side: Rc<Side> = Rc::default();
             let kept = to_prefill.reused;
-            let budget = dispatched.budget;
-            let over = dispatched.at + budget;
-            let beside = self.beside(&decision, to_prefill, first, dispatched, place, Rc::clone(&end));
+            let (at, budget) = (dispatched.at, dispatched.budget);
+            let over = at + budget;
+            let beside = self.beside(&decision, to_prefill, first, dispatched, place, Rc::clone(&side));
             client.set_companion(Some(Box::pin(beside)));
             reservation.first_byte();
-            let route = Route { decision: Some(&decision), decode, prefill_time: None };
-            let first_byte = Some(budget + self.first_byte_budget());
-            let relaying = Relaying { route, dialect: Some(self.dialect), first_byte, again: false };
+            let route =
+                Route { decision: Some(&decision), decode, prefill: PrefillTime::Beside(&side, at), straight: None };
+            let relaying = Relaying::of(route, self.dialect, budget + self.first_byte_budget());
             match errand.relay_from(client, to_decode, second, &relaying).await {
                 Ok(relayed) => {
+                    if fresh {
+                        count(&errand.stats().connect_retry_same_ep_ok);
+                    }
                     self.drain(client, over);
-                    if let Some(PrefillEnd::Done(body)) = end.take()
+                    if let Some(PrefillEnd::Done(whole, time)) = side.end.take()
                         && relayed.status == 200
                     {
-                        errand.proved(&decision, &body);
+                        if let Some(began) = relayed.began {
+                            errand.moved(decode, began.saturating_sub(time));
+                        }
+                        errand.proved(&decision, whole.body());
                     }
                     return Ok(relayed.next);
                 }
                 Err(DecodeFault::OtherLeg) => {
                     self.count_abort();
-                    match end.take() {
+                    match side.end.take() {
                         Some(PrefillEnd::Refused(whole)) => {
                             if self.dialect == Dialect::Bootstrap {
                                 count(&errand.stats().sg_prefill_reject_relay);
@@ -103,7 +109,7 @@ impl Task<'_, '_> {
                         }
                         Some(PrefillEnd::TimedOut) => return Err(errand.refuse(LegRefusal::PrefillTimeout)),
                         Some(PrefillEnd::Failed(fault)) => self.again(decision.endpoint, fault, kept, &mut tried)?,
-                        Some(PrefillEnd::Done(_)) | None => return Err(errand.failed(DecodeFault::Died)),
+                        Some(PrefillEnd::Done(..)) | None => return Err(errand.failed(DecodeFault::Died)),
                     }
                 }
                 Err(DecodeFault::Stale(_)) if !fresh => {
@@ -115,7 +121,7 @@ impl Task<'_, '_> {
                 }
                 Err(fault) => {
                     client.set_companion(None);
-                    if end.take().is_some_and(|end| !matches!(end, PrefillEnd::Done(_))) {
+                    if side.end.take().is_some_and(|end| !matches!(end, PrefillEnd::Done(..))) {
                         self.count_abort();
                     }
                     return Err(errand.failed(fault));
@@ -176,8 +182,8 @@ impl Task<'_, '_> {
         let engine_id = endpoint.nixl_engine_id.as_deref().unwrap_or_default();
         let at = Coordinates { engine_id, host: endpoint.address.ip(), port: endpoint.nixl_port };
         let (mut first, mut second) = (self.body.clone(), self.body.clone());
-        nixl::prefill(&mut first)?;
-        nixl::decode(&mut second, &nixl::push_params(at, id))?;
+        nixl::prefill(&mut first, self.api)?;
+        nixl::decode(&mut second, nixl::push_params(at, id))?;
         Ok((first, second))
     }
 
@@ -189,7 +195,7 @@ impl Task<'_, '_> {
         message: Vec<u8>,
         dispatched: Dispatched,
         place: Option<crate::disagg::ladder::Taken>,
-        end: Beside,
+        side: Rc<Side>,
     ) -> impl Future<Output = Verdict> + 'static {
         let errand = self.errand;
         let beside = PrefillBeside {
@@ -205,8 +211,11 @@ impl Task<'_, '_> {
         count(&errand.endpoint(decision.endpoint).shared.stats_of(errand.proxy().id).requests);
         async move {
             let ended = beside.run(upstream, message).await;
-            let verdict = if matches!(ended, PrefillEnd::Done(_)) { Verdict::Well } else { Verdict::Interrupts };
-            end.set(Some(ended));
+            let verdict = if matches!(ended, PrefillEnd::Done(..)) { Verdict::Well } else { Verdict::Interrupts };
+            if let PrefillEnd::Done(_, time) = &ended {
+                side.time.set(Some(*time));
+            }
+            side.end.set(Some(ended));
             verdict
         }
     }
@@ -266,8 +275,8 @@ impl PrefillBeside {
                     200..300 => {
                         self.counted.set(LegOutcome::Ok);
                         let stats = &self.service.shared.stats_of(self.shard).pd;
-                        self.dispatched.answered(&self.service, self.index, stats);
-                        PrefillEnd::Done(whole.body().to_vec())
+                        let time = self.dispatched.answered(&self.service, self.index, stats);
+                        PrefillEnd::Done(Box::new(whole), time)
                     }
                     300..500 => {
                         self.counted.set(LegOutcome::Rejected);

@@ -1,13 +1,14 @@
 //! Legs one after the other: the prefill leg's answer says what the decode leg is given.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::cell::RefCell;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::admit::Admitted;
 use super::leg::{self, LegFault, Whole};
 use super::message::{self, Leg};
 use super::relayed::{DecodeFault, Relaying, id_line};
-use super::{Counted, Dispatched, Errand, FAILURES_MAX, Route, Task, Tried};
-use crate::disagg::context::{self, Context};
+use super::{Counted, Dispatched, Errand, FAILURES_MAX, PrefillTime, Route, Task, Tried};
+use crate::disagg::context::{self, ContextError, Handover};
 use crate::disagg::refusal::LegRefusal;
 use crate::disagg::stats::LegOutcome;
 use crate::disagg::{ANSWER_BYTES_MAX, Dialect, auth, nixl};
@@ -20,6 +21,10 @@ use crate::proxy::outgoing::push_line;
 use crate::proxy::watch::Interrupt;
 use crate::route::{Decision, Tier};
 use crate::service::count;
+
+/// How long a prefill engine keeps what nobody has come for, at least: vLLM's `kv_lease_duration`. Beyond it no other decode
+/// endpoint is tried.
+const LEASE: Duration = Duration::from_secs(30);
 
 /// What a prefill leg came to.
 enum Prefilled {
@@ -52,6 +57,7 @@ impl Task<'_, '_> {
                 Prefilled::Done(whole, time) => {
                     drop(place);
                     errand.sent(&decision, decode);
+                    let reservation = RefCell::new(reservation);
                     let after = After { decision, decode, reservation, id, whole, time };
                     return self.go_on(client, after).await;
                 }
@@ -75,6 +81,7 @@ impl Task<'_, '_> {
             return Ok(Prefilled::Again);
         };
         let counted = Counted::begin(errand, true);
+        let mut retried = false;
         loop {
             let message = self.prefill_message(decision, id).await?;
             count(&errand.endpoint(index).shared.stats_of(errand.proxy().id).requests);
@@ -90,6 +97,7 @@ impl Task<'_, '_> {
                     // A kept connection that had ended: the engine has not seen the request.
                     count(&errand.stats().connect_retry_same_ep);
                     errand.attempt.local.pools[index.index()].clear();
+                    retried = true;
                     match errand.connect_fresh(client, index).await? {
                         Some(fresh) => upstream = fresh,
                         None => {
@@ -113,6 +121,9 @@ impl Task<'_, '_> {
                 Ok(Ok(whole)) => {
                     errand.heard(errand.endpoint(index), whole.head.status);
                     errand.keep(index, upstream, &whole);
+                    if retried {
+                        count(&errand.stats().connect_retry_same_ep_ok);
+                    }
                     if whole.head.status >= 300 {
                         counted.set(LegOutcome::Rejected);
                         return Ok(Prefilled::Refused(whole));
@@ -158,7 +169,7 @@ impl Task<'_, '_> {
                 let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
                 context::prefill(&mut body, errand.proxy().disagg_numbers.next(now.as_millis() as u64))
             }
-            _ => nixl::prefill(&mut body),
+            _ => nixl::prefill(&mut body, self.api),
         };
         edited.map_err(|error| errand.unsplittable(self.dialect, error.into()))?;
         let mut lines = id_line(id);
@@ -174,61 +185,89 @@ impl Task<'_, '_> {
         let mut body = self.body.clone();
         let mut lines = id_line(after.id.as_deref());
         let mut handed_over = true;
+        let answer = after.whole.body();
         let edited = match self.dialect {
-            Dialect::Context => match context::read(after.whole.body()) {
-                Ok(Context::Finished) => return self.early(client, after).await,
-                Ok(Context::Generate(handover)) => {
-                    if let Some(key) = &errand.pd.auth_key {
-                        push_line(&mut lines, auth::HEADER, key.header_value(&handover.params));
+            Dialect::Context => {
+                let read = client.guard(None, errand.read_context(answer)).await;
+                match read.map_err(|interrupt| errand.left(interrupt))? {
+                    Ok(Context::Finished(answer, choice)) => return self.early(client, &after, answer, choice).await,
+                    Ok(Context::Generate(handover)) => {
+                        if let Some(key) = &errand.pd.auth_key {
+                            push_line(&mut lines, auth::HEADER, key.header_value(&handover.params));
+                        }
+                        context::decode(&mut body, self.api, &handover)
                     }
-                    context::decode(&mut body, self.api, &handover)
+                    Err(error) => {
+                        let endpoint = errand.endpoint(after.decision.endpoint).address;
+                        tracing::warn!(%error, %endpoint, "prefill leg");
+                        return Err(self.broken_protocol());
+                    }
                 }
-                Err(error) => {
-                    tracing::warn!(%error, endpoint = %errand.endpoint(after.decision.endpoint).address, "prefill leg");
-                    let what = "the context server's answer breaks the protocol";
-                    return Err(errand.refuse(LegRefusal::PrefillFailed(self.dialect, what)));
+            }
+            _ => {
+                let outlined = client.guard(None, errand.outline_of(answer)).await;
+                let outlined = outlined.map_err(|interrupt| errand.left(interrupt))?;
+                let params = outlined.ok().as_ref().and_then(nixl::params);
+                errand.service().shared.pd_parting.note(self.api, params.is_some());
+                match params {
+                    Some(params) => {
+                        count(&errand.stats().params_found);
+                        nixl::decode(&mut body, params)
+                    }
+                    None => {
+                        count(&errand.stats().params_missing);
+                        handed_over = false;
+                        Ok(())
+                    }
                 }
-            },
-            _ => match nixl::params(after.whole.body()) {
-                Some(params) => {
-                    count(&errand.stats().params_found);
-                    nixl::decode(&mut body, &params)
-                }
-                None => {
-                    count(&errand.stats().params_missing);
-                    handed_over = false;
-                    Ok(())
-                }
-            },
+            }
         };
         edited.map_err(|error| errand.unsplittable(self.dialect, error.into()))?;
-        self.decode(client, after, body, lines, handed_over).await
+        self.decode(client, &after, body, lines, handed_over).await
+    }
+
+    fn broken_protocol(&self) -> Failure {
+        let what = "the context server's answer breaks the protocol";
+        self.errand.refuse(LegRefusal::PrefillFailed(self.dialect, what))
     }
 
     async fn decode(
         &self,
         client: &mut Client,
-        after: After,
+        after: &After,
         body: Splice<'_>,
         lines: Vec<u8>,
         handed_over: bool,
     ) -> Result<Next, Failure> {
         let errand = self.errand;
-        let After { decision, decode, mut reservation, whole, time, id } = after;
-        let mut message = message::make(errand, Leg::Decode, Some(body.clone()), &lines, id.is_some()).await;
-        let (mut index, mut tried) = (decode, Tried::default());
+        let After { decision, decode, whole, time, id, .. } = after;
+        let made = || message::make(errand, Leg::Decode, Some(body.clone()), &lines, id.is_some());
+        let mut message = made().await;
+        let since = Instant::now();
+        let (mut index, mut tried) = (*decode, Tried::default());
         loop {
             let mut opened = errand.connect(client, index).await?;
             if let Some(upstream) = opened.take() {
-                reservation.first_byte();
-                let route = Route { decision: Some(&decision), decode: index, prefill_time: Some(time) };
-                let first_byte = Some(self.first_byte_budget());
-                let relaying = Relaying { route, dialect: Some(self.dialect), first_byte, again: false };
+                after.reservation.borrow_mut().first_byte();
+                if index != *decode {
+                    errand.attempt.known.decodes_at(errand.proxy(), errand.service(), index);
+                }
+                let route = Route {
+                    decision: Some(decision),
+                    decode: index,
+                    prefill: PrefillTime::Took(*time),
+                    straight: None,
+                };
+                let reservation = Some(&after.reservation);
+                let relaying = Relaying { reservation, ..Relaying::of(route, self.dialect, self.first_byte_budget()) };
                 let sent = std::mem::take(&mut message);
                 match errand.send(client, upstream, sent, &relaying).await {
                     Ok(relayed) => {
                         if relayed.status == 200 {
-                            errand.proved(&decision, whole.body());
+                            if handed_over && let Some(began) = relayed.began {
+                                errand.moved(index, began);
+                            }
+                            errand.proved(decision, whole.body());
                         }
                         return Ok(relayed.next);
                     }
@@ -237,16 +276,17 @@ impl Task<'_, '_> {
                     Err(DecodeFault::Died) if !handed_over && tried.failures == 0 => {
                         tried.failures += 1;
                         count(&errand.stats().decode_ep_died);
-                        message = message::make(errand, Leg::Decode, Some(body.clone()), &lines, id.is_some()).await;
+                        message = made().await;
                     }
                     Err(fault) => return Err(errand.failed(fault)),
                 }
             }
             // Another one comes for the same blocks, as long as they are kept.
             tried.decode.push(index);
-            let another = errand.choose_decode(&tried.decode).filter(|_| !tried.is_over());
+            let another = errand.choose_decode(&tried.decode).filter(|_| !tried.is_over() && since.elapsed() < LEASE);
             index = another.ok_or_else(|| errand.nobody(&tried))?;
-            reservation = errand.proxy().loads.reserve(errand.proxy().id, errand.endpoint(index).shared.slot, 0);
+            let slot = errand.endpoint(index).shared.slot;
+            drop(after.reservation.replace(errand.proxy().loads.reserve(errand.proxy().id, slot, 0)));
         }
     }
 
@@ -258,14 +298,18 @@ impl Task<'_, '_> {
     }
 
     /// The context ended the answer: the client gets it, in the form it asked for.
-    async fn early(&self, client: &mut Client, after: After) -> Result<Next, Failure> {
+    async fn early(
+        &self,
+        client: &mut Client,
+        after: &After,
+        answer: Splice<'_>,
+        choice: Splice<'_>,
+    ) -> Result<Next, Failure> {
         let errand = self.errand;
         count(&errand.stats().trt_ctx_early_exit);
         let usage = self.body.value("stream_options").is_some_and(context::asks_usage);
-        let Some(body) = context::finished(after.whole.body(), self.api, errand.stream, usage) else {
-            let what = "the context server's answer breaks the protocol";
-            return Err(errand.refuse(LegRefusal::PrefillFailed(self.dialect, what)));
-        };
+        let finished = context::finished(answer, choice, self.api, errand.stream, usage);
+        let body = finished.ok_or_else(|| self.broken_protocol())?;
         let kind = if errand.stream { "text/event-stream" } else { "application/json" };
         let close = !errand.request().head.keep_alive || errand.proxy().draining.get();
         let mut head = format!("HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {}\r\n", body.len());
@@ -282,17 +326,35 @@ impl Task<'_, '_> {
     }
 }
 
+/// What a context server's answer comes to.
+enum Context<'a> {
+    /// The generation server goes on.
+    Generate(Handover<'a>),
+    /// The answer is complete, with its choice.
+    Finished(Splice<'a>, Splice<'a>),
+}
+
 /// What stands when the prefill leg has ended well.
 struct After {
     decision: Decision,
     decode: EndpointIndex,
-    reservation: Reservation,
+    /// What the request counts for at its decode endpoint.
+    reservation: RefCell<Reservation>,
     id: Option<String>,
     whole: Whole,
     time: Duration,
 }
 
 impl Errand<'_> {
+    /// Reads a context server's answer in slices.
+    async fn read_context<'b>(&self, answer: &'b [u8]) -> Result<Context<'b>, ContextError> {
+        let outer = self.outline_of(answer).await.map_err(|_| context::NO_OBJECT)?;
+        let choice = self.outline_of(context::choice(&outer)?).await.map_err(|_| context::NO_CHOICE)?;
+        let Some(params) = context::params(&choice)? else { return Ok(Context::Finished(outer, choice)) };
+        let params = self.outline_of(params).await.map_err(|_| context::NO_PARAMS)?;
+        context::handover(&outer, params).map(Context::Generate)
+    }
+
     /// Gives the client a leg's own answer.
     pub(super) async fn pass_on(&self, client: &mut Client, whole: &Whole) -> Result<Next, Failure> {
         let close = !self.request().head.keep_alive || self.proxy().draining.get();

@@ -45,16 +45,16 @@ pub async fn make(errand: &Errand<'_>, leg: Leg, body: Option<Splice<'_>>, lines
     }
     let mut out = Vec::with_capacity(head.len() + added.len() + length);
     copy_head(head, &request.head.dropped, &skip, &added, &mut out);
-    for piece in pieces {
-        match piece {
-            Piece::Kept(range) if range.len() > COPY_BYTES => {
-                for part in client_body[range].chunks(COPY_BYTES) {
-                    out.extend_from_slice(part);
-                    breathe().await;
-                }
+    for piece in &pieces {
+        let bytes = match piece {
+            Piece::Kept(range) => &client_body[range.clone()],
+            Piece::New(bytes) => bytes,
+        };
+        for (number, part) in bytes.chunks(COPY_BYTES).enumerate() {
+            if number > 0 {
+                breathe().await;
             }
-            Piece::Kept(range) => out.extend_from_slice(&client_body[range]),
-            Piece::New(bytes) => out.extend_from_slice(&bytes),
+            out.extend_from_slice(part);
         }
     }
     out

@@ -13,6 +13,9 @@
 //! the request drops both, and with them their connections, which is how engines learn of it. After the first byte of
 //! the decode answer nothing is tried again.
 //!
+//! Where a rule allows it, a decode endpoint does a request alone that it is sooner done with so; see
+//! [`choose_straight`](crate::route::choose_straight).
+//!
 //! | what goes wrong | before the client has a byte | after |
 //! |---|---|---|
 //! | a connect is refused | another endpoint, nothing lost | – |
@@ -22,16 +25,17 @@
 //! | the prefill leg is too slow | 504 | as above |
 //! | the decode leg dies | 502; what it was handed over may be gone | the stream ends with an error event |
 //! | the decode leg answers an error | the client gets that | – |
+//! | a decode endpoint that does it alone fails, or answers 5xx | both legs do it | the stream ends with an error event |
 
 mod admit;
 mod at_once;
+mod bypass;
 mod in_turn;
 mod leg;
 mod message;
 mod relayed;
 
 use std::cell::Cell;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -49,7 +53,7 @@ use crate::ids::{EndpointIndex, ShardId};
 use crate::load::Reservation;
 use crate::prompt::{Api, Outline, Splice, SpliceError};
 use crate::rates::FirstByte;
-use crate::route::{Decision, Pin};
+use crate::route::{Decision, Pin, Straight};
 use crate::service::{Disagg, Endpoint, Service, count};
 use crate::usage::Tail;
 
@@ -88,7 +92,9 @@ impl Errand<'_> {
 
     async fn carry_on(&self, client: &mut Client) -> Result<Next, Failure> {
         let dialect = Dialect::of(self.service().engine, self.pd.push);
-        let parted = dialect.zip(self.attempt.api).filter(|(dialect, api)| dialect.serves(*api));
+        let parting = &self.service().shared.pd_parting;
+        let parted =
+            dialect.zip(self.attempt.api).filter(|(dialect, api)| dialect.serves(*api) && parting.is_wanted(*api));
         let Some((dialect, api)) = parted else { return self.undivided(client).await };
         let outlined = client.guard(None, self.outline()).await.map_err(|interrupt| self.left(interrupt))?;
         let body = match outlined {
@@ -97,6 +103,9 @@ impl Errand<'_> {
             Err(SpliceError::NotAnObject) => return self.undivided(client).await,
             Err(error) => return Err(self.unsplittable(dialect, error.into())),
         };
+        if !disagg::can_be_parted(api, &body) {
+            return self.undivided(client).await;
+        }
         disagg::check_own(dialect, &body).map_err(|error| self.unsplittable(dialect, error))?;
         let total = self.service().shared.pd_total.take(self.pd.ladder.total);
         let Some(_total) = total else {
@@ -104,17 +113,24 @@ impl Errand<'_> {
             return Err(self.refuse(LegRefusal::TotalReached));
         };
         let task = Task { errand: self, dialect, api, body };
+        if let Some(next) = task.straight(client).await? {
+            return Ok(next);
+        }
         if dialect.is_concurrent() { task.at_once(client).await } else { task.in_turn(client).await }
     }
 
-    /// Looks through the body in slices.
+    /// Looks through the client's body.
     async fn outline(&self) -> Result<Splice<'_>, SpliceError> {
-        let body = &self.request().bytes[self.request().head.len..];
-        if body.len() <= SCAN_BYTES {
-            return Splice::of(body);
+        self.outline_of(&self.request().bytes[self.request().head.len..]).await
+    }
+
+    /// Looks through a JSON object in slices.
+    async fn outline_of<'b>(&self, object: &'b [u8]) -> Result<Splice<'b>, SpliceError> {
+        if object.len() <= SCAN_BYTES {
+            return Splice::of(object);
         }
         let ticket = self.proxy().ticket.take().await;
-        let mut outline = Outline::new(body);
+        let mut outline = Outline::new(object);
         while !outline.step(SCAN_BYTES)? {
             ticket.breathe().await;
         }
@@ -295,8 +311,27 @@ impl Tried {
 struct Route<'r> {
     decision: Option<&'r Decision>,
     decode: EndpointIndex,
-    prefill_time: Option<Duration>,
+    prefill: PrefillTime<'r>,
+    /// Why there is no prefill leg, where that was decided.
+    straight: Option<&'r Straight>,
+}
+
+/// How long the prefill leg took.
+#[derive(Clone, Copy)]
+enum PrefillTime<'r> {
+    /// There is none.
+    None,
+    /// So long.
+    Took(Duration),
+    /// It goes on beside, since then; or it has ended by now.
+    Beside(&'r Side, Instant),
 }
 
 /// What is known of a prefill leg that goes on beside the decode leg.
-type Beside = Rc<Cell<Option<at_once::PrefillEnd>>>;
+#[derive(Default)]
+struct Side {
+    /// How it ended.
+    end: Cell<Option<at_once::PrefillEnd>>,
+    /// How long it took, where it ended well.
+    time: Cell<Option<Duration>>,
+}

@@ -1,21 +1,23 @@
 //! The leg whose answer the client gets.
 
+use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
 use super::message::{self, Leg};
-use super::{Counted, Errand, Route, Tried};
+use super::{Counted, Errand, PrefillTime, Route, Tried};
 use crate::disagg::Dialect;
 use crate::disagg::refusal::{LegRefusal, broken_events};
 use crate::disagg::stats::LegOutcome;
 use crate::http::ResponseBody;
 use crate::ids::EndpointIndex;
 use crate::limits::Limits;
+use crate::load::Reservation;
 use crate::proxy::answer::{BROKEN_EVENTS, Refusal};
 use crate::proxy::client::Client;
 use crate::proxy::evidence;
 use crate::proxy::exchange::{self, Failure, Next, NotOpened};
 use crate::proxy::outgoing::{ID_HEADER, id_of, push_line};
-use crate::proxy::relay::{self, CLOSE_LINE, Fault, Heard, Progress, Terms};
+use crate::proxy::relay::{self, CLOSE_LINE, Fault, Heard, Progress, StreamEnd, Terms};
 use crate::proxy::upstream::Upstream;
 use crate::proxy::watch::Interrupt;
 use crate::route::Tier;
@@ -36,6 +38,15 @@ pub struct Relaying<'r> {
     /// It may have been sent before, on a connection that died: what it was handed over may be gone, and the endpoint's
     /// error says no more than that.
     pub again: bool,
+    /// What the request counts for at the endpoint, where its prompt is computed there too: until its answer begins.
+    pub reservation: Option<&'r RefCell<Reservation>>,
+}
+
+impl<'r> Relaying<'r> {
+    /// A leg of a dialect whose answer is waited for so long.
+    pub fn of(route: Route<'r>, dialect: Dialect, first_byte: Duration) -> Self {
+        Relaying { route, dialect: Some(dialect), first_byte: Some(first_byte), again: false, reservation: None }
+    }
 }
 
 /// Why a leg was not relayed to its end.
@@ -60,6 +71,8 @@ pub struct Relayed {
     pub next: Next,
     /// Its status.
     pub status: u16,
+    /// Time from its dispatch to the first byte of a stream; none for other answers, which come when all of them is made.
+    pub began: Option<Duration>,
 }
 
 impl Errand<'_> {
@@ -169,11 +182,19 @@ impl Errand<'_> {
             added: &added,
             is_http10,
             broken: relaying.dialect.map_or(BROKEN_EVENTS, broken_events),
-            wants_done: relaying.dialect.is_some(),
+            ends_with: relaying.dialect.and(self.attempt.api).map(StreamEnd::of),
             stats: counters,
         };
+        let began = Cell::new(None);
         let progress = |progress| {
+            if let Some(reservation) = relaying.reservation {
+                match progress {
+                    Progress::Began => reservation.borrow_mut().first_byte(),
+                    Progress::Ended => reservation.borrow_mut().end(),
+                }
+            }
             if event_stream && matches!(progress, Progress::Began) {
+                began.set(Some(at.elapsed()));
                 stats.pd.decode_ttft.note(at.elapsed());
             }
         };
@@ -183,7 +204,8 @@ impl Errand<'_> {
                 if reusable && written.is_ok() && !is_http10 {
                     self.attempt.local.pools[index.index()].put(upstream, limits.upstream_idle_connections_max);
                 }
-                Ok(Relayed { next: if close { Next::Close } else { Next::Request }, status })
+                let next = if close { Next::Close } else { Next::Request };
+                Ok(Relayed { next, status, began: began.get() })
             }
             Err(Fault::Malformed(reason)) => Err(DecodeFault::Malformed(reason)),
             Err(Fault::Died) => Err(DecodeFault::Died),
@@ -255,8 +277,23 @@ impl Errand<'_> {
             }
             None => format!("rule={}; tier=undivided", self.service().id.0),
         };
-        if let Some(time) = route.prefill_time {
-            text.push_str(&format!("; prefill_ms={}", time.as_millis()));
+        if let Some(straight) = route.straight {
+            text = format!(
+                "rule={}; tier=bypass; reason={}; tokens={}/{}",
+                self.service().id.0,
+                straight.why.name(),
+                straight.held,
+                straight.held + straight.missing
+            );
+        }
+        match route.prefill {
+            PrefillTime::None => {}
+            PrefillTime::Took(time) => text.push_str(&format!("; prefill_ms={}", time.as_millis())),
+            PrefillTime::Beside(side, at) => match side.time.get() {
+                Some(time) => text.push_str(&format!("; prefill_ms={}", time.as_millis())),
+                // It goes on: so long at least.
+                None => text.push_str(&format!("; prefill_ms={}+", at.elapsed().as_millis())),
+            },
         }
         text.push_str(&format!("; decode_idx={}; decode={}; decode_ms={decode_ms}", route.decode.0, decode.address));
         text
@@ -281,8 +318,8 @@ impl Errand<'_> {
             let id = self.request().made_id.clone();
             let lines = id_line(id.as_deref());
             let message = message::make(self, Leg::Decode, None, &lines, id.is_some()).await;
-            let route = Route { decision: None, decode: index, prefill_time: None };
-            let relaying = Relaying { route, dialect: None, first_byte: None, again: false };
+            let route = Route { decision: None, decode: index, prefill: PrefillTime::None, straight: None };
+            let relaying = Relaying { route, dialect: None, first_byte: None, again: false, reservation: None };
             match self.send(client, upstream, message, &relaying).await {
                 Ok(relayed) => return Ok(relayed.next),
                 // Nothing was sent.

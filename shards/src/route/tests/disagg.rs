@@ -4,7 +4,7 @@ use super::*;
 use crate::service::{Disagg, Role};
 
 /// Endpoints 0, 2, 4 compute prompts, 1, 3, 5 answers, 6 does whole requests.
-fn pools(cache_aware: bool) -> Fleet {
+pub(super) fn pools(cache_aware: bool) -> Fleet {
     let mut fleet = Fleet::new(7);
     for (index, endpoint) in fleet.service.endpoints.iter_mut().enumerate() {
         endpoint.role = if index == 6 { Role::Normal } else { [Role::Prefill, Role::Decode][index % 2] };

@@ -11,6 +11,7 @@ use crate::load::{LoadSlot, Reservation};
 use crate::service::{Blend, Endpoint, EndpointShared, KvExact, MissReason};
 
 mod blend;
+mod bypass;
 mod disagg;
 mod exact;
 mod property;
