@@ -30,7 +30,7 @@ impl Six {
         let publishes = kind != EngineKind::Trtllm;
         let event_port = if publishes { free_ports(1) } else { 0 };
         let engine = |place: u8| {
-            let role = if place % 2 == 0 { Role::Prefill } else { Role::Decode };
+            let role = if place.is_multiple_of(2) { Role::Prefill } else { Role::Decode };
             let host = IpAddr::from(Ipv4Addr::new(127, 0, 0, first_host + place));
             let mut options = EngineOptions { kind, role, host, event_port, ..EngineOptions::ephemeral() };
             options.replay_port = publishes.then_some(event_port + REPLAY_OFFSET);
