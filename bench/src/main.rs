@@ -1,6 +1,7 @@
 //! Micro-benchmarks and side-by-side comparisons of kvlane. Every run prints its seed and setup with its figures.
 
 mod clock;
+mod dump;
 mod e2e;
 mod files;
 mod hash;
@@ -26,6 +27,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// How long a dump of an inventory holds it, and what that costs publishing.
+    Dump(dump::Args),
     /// CPU per request of kvlane, nginx and HAProxy, end to end.
     E2e(e2e::E2eArgs),
     /// Nanoseconds per block key.
@@ -47,6 +50,9 @@ enum Command {
     /// Engines' event sockets, as a child of a benchmark.
     #[command(hide = true)]
     IngestPublishers(ingest::publishers::Args),
+    /// Simulated engines, as a child of a benchmark.
+    #[command(hide = true)]
+    Engines(loadgen::engine::cli::EngineArgs),
     /// The gateway, as a child of a benchmark.
     #[command(hide = true)]
     Gateway {
@@ -58,6 +64,7 @@ enum Command {
 
 fn main() -> anyhow::Result<ExitCode> {
     match Cli::parse().command {
+        Command::Dump(args) => print!("{}", dump::run(&args)?),
         Command::E2e(args) => return e2e::main(&args),
         Command::Hash(args) => print!("{}", hash::run(&args)),
         Command::Ingest(args) => print!("{}", ingest::run(&args)?),
@@ -68,6 +75,10 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::Simulate(args) => simulate::run(&args, &mut std::io::stdout())?,
         Command::Soak(args) => return soak::main(&args),
         Command::Stall(args) => stall::run(&args, &mut std::io::stdout())?,
+        Command::Engines(args) => {
+            loadgen::child::end_with_parent();
+            loadgen::engine::cli::run(&args)?;
+        }
         Command::Gateway { arguments } => return Ok(loadgen::child::gateway(arguments)),
     }
     Ok(ExitCode::SUCCESS)
