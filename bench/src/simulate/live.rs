@@ -5,9 +5,10 @@
 //! made smaller and faster, in proportion: a block of 512 tokens has [`BLOCK_TOKENS`], an engine's step and rates too, and
 //! every time is [`FASTER`] times as short. Times are told as they would be without that.
 //!
-//! These engines are others than those of the simulation: steps are gone through one by one, later tokens cost no more,
-//! answers have fewer tokens and end sooner, and service has no noise but the machine's. What has to agree is the order of the policies, where the simulation tells them
-//! apart by a tenth or more.
+//! These engines are others than those of the simulation: steps are gone through one by one; later tokens cost no more than
+//! the first, for which all are slower by what that costs on average; answers have fewer tokens and end sooner; and service
+//! has no noise but the machine's. What has to agree is the order of the policies, where the simulation tells them apart by a
+//! tenth or more.
 
 use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -28,7 +29,7 @@ use super::trace::{self, Trace};
 use super::{Args, set_up};
 
 /// Seconds of the trace, unless asked otherwise.
-pub const SECONDS: f64 = 900.0;
+pub const SECONDS: f64 = 600.0;
 /// Tokens that stand for a block of the trace.
 const BLOCK_TOKENS: usize = 32;
 /// Tokens of the gateway's and the engines' blocks.
@@ -82,7 +83,7 @@ pub fn run(args: &Args, out: &mut impl Write) -> anyhow::Result<()> {
     let mut found = Vec::new();
     for (kind, options) in POLICIES {
         let simulated = simulate(args, &trace, &setup, kind);
-        let live = Fleet::start(&directory, &setup, options)?.play(&path, args, &setup)?;
+        let live = Fleet::start(&directory, &trace, &setup, options)?.play(&path, args, &setup)?;
         let told = |figures: &Figures| {
             format!("{} | {} | {:.1} %", seconds(figures.mean), seconds(figures.p90), figures.hits * 100.0)
         };
@@ -129,8 +130,8 @@ struct Fleet {
 }
 
 impl Fleet {
-    fn start(directory: &Path, setup: &Setup, options: &str) -> anyhow::Result<Self> {
-        let (engines, addresses) = start_engines(directory, setup)?;
+    fn start(directory: &Path, trace: &Trace, setup: &Setup, options: &str) -> anyhow::Result<Self> {
+        let (engines, addresses) = start_engines(directory, trace, setup)?;
         let ports = free_ports(2)?;
         let [address, admin] = [ports[0], ports[1]].map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
         let file = directory.join("gateway.toml");
@@ -179,9 +180,11 @@ impl Fleet {
 type Addresses = [SocketAddr; 3];
 
 /// Engines as those of the simulation are, made smaller and faster, in a process of their own.
-fn start_engines(directory: &Path, setup: &Setup) -> anyhow::Result<(Child, Vec<Addresses>)> {
+fn start_engines(directory: &Path, trace: &Trace, setup: &Setup) -> anyhow::Result<(Child, Vec<Addresses>)> {
     let smaller = BLOCK_TOKENS as f64 / 512.0;
     let Speed { step, rate, chunk, .. } = setup.speed;
+    let prompts = trace.requests.iter().map(|request| f64::from(request.tokens));
+    let slower = prompts.clone().map(|tokens| setup.speed.work(0.0, tokens)).sum::<f64>() / prompts.sum::<f64>();
     let blocks = setup.cache_blocks * (BLOCK_TOKENS / KV_BLOCK_TOKENS) as u64;
     let numbers = [
         ("--count", setup.workers as f64),
@@ -190,7 +193,7 @@ fn start_engines(directory: &Path, setup: &Setup) -> anyhow::Result<(Child, Vec<
         ("--replay-port", 0.0),
         ("--block-size", KV_BLOCK_TOKENS as f64),
         ("--blocks", blocks as f64),
-        ("--prefill-tps", (rate * smaller * FASTER).round()),
+        ("--prefill-tps", (rate * smaller * FASTER / slower).round()),
         // As long beside a piece of a prompt as there; so an answer, which has fewer tokens, ends sooner.
         ("--decode-tps", (FASTER / step).round()),
         ("--max-batched-tokens", (chunk * smaller).round()),
