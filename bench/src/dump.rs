@@ -78,8 +78,9 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
     Ok(text)
 }
 
+/// Of nanoseconds up to a minute.
 fn histogram() -> anyhow::Result<Histogram<u64>> {
-    Histogram::new(3).context("three digits are possible")
+    Histogram::new_with_bounds(1, 60_000_000_000, 3).context("three digits are possible")
 }
 
 fn nanoseconds(time: Duration) -> u64 {
