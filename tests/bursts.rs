@@ -14,6 +14,12 @@ const ENGINES: usize = 8;
 const PROMPTS: usize = 32;
 /// Requests in flight up to which an endpoint gets more of what it is about to have.
 const CLAIM_LOAD: usize = 8;
+const HARD: &str = "sel = 4\nkvLbMode = \"hard\"\n";
+/// What is in flight counts ahead for longer than the test takes.
+const TTFT: &str = "kvLbMode = \"ttft\"\nkvClaimMs = 60000\n";
+/// What `ttft` assumes before any answer has come: microseconds per prompt and per token.
+const START_US: f64 = 20_000.0;
+const TOKEN_US: f64 = 100.0;
 
 /// A gateway of two shards over engines that answer nobody before the gate lets them, and have no cache events.
 struct Burst {
@@ -33,8 +39,8 @@ impl Burst {
         let port = free_port();
         let mut config = format!(
             "[shards]\ncores = [0, 1]\n\n[tokenizers]\ndir = \"{}\"\n\n[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {port}\n\
-             protocol = \"tcp\"\nsel = 4\nkvExactMode = 3\nkvEngineType = \"vllm\"\nkvBlockSize = 16\n\
-             kvNoneHashSeed = \"0\"\nkvLbMode = \"hard\"\n{options}\n",
+             protocol = \"tcp\"\nkvExactMode = 3\nkvEngineType = \"vllm\"\nkvBlockSize = 16\n\
+             kvNoneHashSeed = \"0\"\n{options}\n",
             tokenizers.path().display()
         );
         for StubEngine { address, event_port, .. } in &engines {
@@ -115,7 +121,7 @@ fn value<'a>(evidence: &'a str, name: &str) -> &'a str {
 /// than eight, so that none gets more than sixteen of the two.
 #[test]
 fn equal_cold_prompts_at_once_go_to_a_handful_of_workers_and_are_no_hits() {
-    let burst = Burst::start("");
+    let burst = Burst::start(HARD);
     let (counts, evidence) = burst.send();
     let used = counts.iter().filter(|count| **count > 0).count();
     let most_used = PROMPTS / CLAIM_LOAD + 2;
@@ -135,8 +141,69 @@ fn equal_cold_prompts_at_once_go_to_a_handful_of_workers_and_are_no_hits() {
 
 #[test]
 fn without_claims_equal_cold_prompts_spread_over_all_workers() {
-    let burst = Burst::start("kvClaimMs = 0");
+    let burst = Burst::start(&format!("{HARD}kvClaimMs = 0"));
     let (counts, _) = burst.send();
     assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
     assert_eq!(burst.gateway.metric_sum("kvlane_claim_decisions_total"), 0.0);
+}
+
+/// A number of the evidence.
+fn number(evidence: &str, name: &str) -> f64 {
+    value(evidence, name).parse().unwrap_or_else(|_| panic!("{name} is no number in {evidence}"))
+}
+
+/// A prompt of tens of thousands of tokens takes seconds, and to wait behind others that find it computed takes 20 ms each:
+/// so a few workers compute it, and all others wait at one of those.
+#[test]
+fn equal_cold_prompts_at_once_spread_as_cost_demands_under_ttft() {
+    let burst = Burst::start(TTFT);
+    let (counts, evidence) = burst.send();
+    let used = counts.iter().filter(|count| **count > 0).count();
+    assert!((2..=6).contains(&used), "{counts:?}");
+    assert!(counts.iter().all(|count| *count <= PROMPTS * 3 / 4), "{counts:?}");
+    let (claimed, cold): (Vec<&String>, Vec<_>) = evidence.iter().partition(|one| value(one, "tier") == "claim");
+    assert!(cold.len() >= used && claimed.len() >= PROMPTS - ENGINES, "{evidence:#?}");
+    for one in &cold {
+        assert_eq!((value(one, "tier"), value(one, "miss")), ("sel", "no_worker"), "{one}");
+        let (_, tokens) = value(one, "tokens").split_once('/').expect("two numbers");
+        let tokens: f64 = tokens.parse().expect("a number");
+        // Whoever computes it found nobody who would have been sooner.
+        assert!(number(one, "cost") > 0.999 * (START_US + tokens * TOKEN_US), "{one}");
+    }
+    for one in claimed {
+        let (hits, tokens) = value(one, "tokens").split_once('/').expect("two numbers");
+        assert_eq!((hits, value(one, "claimed")), ("0", tokens), "all of it, far beyond the slice that was keyed");
+        let prompt_us = tokens.parse::<f64>().expect("a number") * TOKEN_US;
+        let (own, _) = value(one, "load").split_once('/').expect("two numbers");
+        // 20 ms for each in line and itself, and the prompts in line there that are being computed: whole ones, whose
+        // lengths are guessed from their first slices, each time a little differently.
+        let computing = number(one, "cost") - START_US * (own.parse::<f64>().expect("a number") + 1.0);
+        let prompts = (computing / prompt_us).round();
+        let off = (computing - prompts * prompt_us).abs();
+        assert!(off < 0.1 * prompt_us * prompts.max(1.0), "{prompts} prompts in line: {one}");
+    }
+    let gateway = &burst.gateway;
+    assert_eq!(gateway.metric_sum("loxilb_pd_kv_tier15_hits_total"), 0.0, "nobody holds anything");
+    assert_eq!(gateway.metric_sum("kvlane_claim_decisions_total") as usize, PROMPTS - cold.len());
+}
+
+/// One request after the other, each another prompt: no worker has more reason than another.
+#[test]
+fn sequential_requests_of_equal_load_have_even_shares() {
+    const REQUESTS: usize = 400;
+    for options in ["kvLbMode = \"ttft\"\n", "kvLbMode = \"hard\"\n"] {
+        let burst = Burst::start(options);
+        (0..=REQUESTS).for_each(|_| burst.gate.release());
+        let before = burst.counts();
+        for number in 0..REQUESTS {
+            let words: Vec<String> = (0..20).map(|word| format!("{number}-{word}")).collect();
+            let body = json!({"model": "kvlane/demo", "prompt": words.join(" "), "max_tokens": 1}).to_string();
+            assert_eq!(value(&ask(burst.address, &body), "miss"), "no_worker");
+        }
+        let counts: Vec<usize> = burst.counts().iter().zip(&before).map(|(now, before)| now - before).collect();
+        let fair = REQUESTS as f64 / ENGINES as f64;
+        let chi_squared: f64 = counts.iter().map(|count| (*count as f64 - fair).powi(2) / fair).sum();
+        // Of 7 degrees of freedom one in a thousand is beyond 24.3.
+        assert!(chi_squared < 24.3, "{options}: {counts:?}");
+    }
 }

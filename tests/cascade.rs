@@ -1,4 +1,4 @@
-//! The routing cascade through a whole gateway: ranks, evidence, ids, models.
+//! The routing cascade through a whole gateway: evidence, ids, models, trust, sessions.
 
 mod common;
 
@@ -46,82 +46,12 @@ fn evidence<'a>(answer: &'a Answer, name: &str) -> Option<&'a str> {
     text.split("; ").find_map(|part| part.strip_prefix(name)?.strip_prefix('='))
 }
 
-/// Engines with four ranks each, and a gateway over them that knows their release and has their model.
-struct Ranks {
-    engines: Vec<EngineProcess>,
-    gateway: Gateway,
-    port: u16,
-    _tokenizers: common::Scratch,
-}
-
-impl Ranks {
-    fn start(wire: &str) -> Self {
-        let engines: Vec<_> =
-            (0..2).map(|_| EngineProcess::start_ranks(4, &format!("--wire {wire} --time-scale 0"))).collect();
-        let tokenizers = fleet::tokenizers();
-        let port = free_port();
-        let config = fleet::rule(port, &tokenizers, &engines)
-            .replace("kvBlockSize = 16", "kvBlockSize = 16\nkvDpRankCount = 4\nrouteHeader = true");
-        let environment = vec![("LOXILB_KV_COLDSTART_SEED_N", "0".to_owned())];
-        let gateway = Gateway::start(Options { config, environment, ..Options::default() });
-        let ranks = Ranks { engines, gateway, port, _tokenizers: tokenizers };
-        wait_for("the engines have said their release, and their model is loaded", || {
-            let status = ranks.gateway.api("/status/ready").json();
-            let known =
-                |index: usize| status["engines"][index]["version"].as_str().is_some_and(|v| v.starts_with(wire));
-            let loaded = status["models"].as_array()?.iter().any(|model| model["state"] == "ready");
-            (known(0) && known(1) && loaded).then_some(())
-        });
-        ranks
-    }
-
-    fn blocks(&self) -> usize {
-        (0..2).map(|index| self.gateway.inventory(0, index).len()).sum()
-    }
-
-    /// Waits until the gateway knows of every block that the engines hold.
-    fn settle(&self) {
-        let made = || self.engines.iter().map(|engine| engine.keys().len()).sum::<usize>();
-        wait_for("all blocks are announced", || (self.blocks() == made()).then_some(()));
-    }
-}
-
 /// The `turn`-th prompt of a conversation: each begins with the one before.
 fn turn_of(conversation: usize, turn: usize) -> String {
     let sentence = |turn: usize| {
         format!("Conversation {conversation} has come to its turn {turn}, in which nobody says anything new at all. ")
     };
     (0..=turn).map(|turn| sentence(turn).repeat(3)).collect()
-}
-
-#[test]
-fn with_a_cache_for_each_rank_what_could_hit_does_because_the_engine_is_told_the_rank() {
-    let ranks = Ranks::start("0.33.0");
-    let (mut hit, mut could) = (0, 0);
-    for turn in 0..4 {
-        for conversation in 0..12 {
-            let answer = ask(ranks.port, &[], &completion(&turn_of(conversation, turn)));
-            hit += cached(&answer);
-            if turn > 0 {
-                let (_, prompt) = evidence(&answer, "tokens").and_then(|t| t.split_once('/')).expect("it was scored");
-                let before = ask_tokens(&ranks, &turn_of(conversation, turn - 1));
-                could += before / 16 * 16;
-                assert!(before < prompt.parse().expect("a number"));
-                assert_eq!(evidence(&answer, "tier"), Some("tier15"), "{:?}", answer.header("x-kvlane-route"));
-                assert!(evidence(&answer, "rank").is_some(), "{:?}", answer.header("x-kvlane-route"));
-            }
-            ranks.settle();
-        }
-    }
-    assert!(hit * 100 >= could * 95, "{hit} of {could} tokens hit");
-    let chosen = ask(ranks.port, &[("X-data-parallel-rank", "2")], &completion(&turn_of(0, 3)));
-    assert_eq!(evidence(&chosen, "rank"), None, "a client's own rank is left alone");
-}
-
-/// Tokens of a prompt, as an engine counts them.
-fn ask_tokens(ranks: &Ranks, prompt: &str) -> u64 {
-    let body = json!({"model": MODEL, "prompt": prompt});
-    client::post(ranks.engines[0].address, "/tokenize", &body).json()["count"].as_u64().expect("a count")
 }
 
 #[test]
@@ -156,29 +86,6 @@ fn a_request_has_one_id_on_both_sides_and_the_answer_says_why_on_request() {
     assert!(refused.header("x-request-id").is_some_and(|id| id.len() == 32));
     let json = refused.json();
     assert_eq!((refused.status, &json["error"], &json["model"]), (503, &json!("model_unavailable"), &json!("other")));
-}
-
-#[test]
-fn where_no_rank_can_be_named_as_much_hits_as_was_predicted() {
-    let ranks = Ranks::start("0.10.2");
-    let mut random = 1_u64;
-    // The engine's choice of a rank is chance: so many conversations that it evens out.
-    let mut turns = [0; 36];
-    while turns.iter().min() < Some(&8) {
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        let conversation = (random >> 33) as usize % turns.len();
-        ask(ranks.port, &[], &completion(&turn_of(conversation, turns[conversation])));
-        turns[conversation] += 1;
-        ranks.settle();
-    }
-    let sum = |name: &str| ranks.gateway.metric_sum(name);
-    let (predicted, cached) =
-        (sum("kvlane_prediction_predicted_tokens_total"), sum("kvlane_prediction_cached_tokens_total"));
-    assert!(cached > 10_000.0 && (predicted - cached).abs() <= cached * 0.05, "{predicted} predicted, {cached} cached");
-    for engine in &ranks.engines {
-        let last = client::get(engine.address, "/debug/last").text();
-        assert!(!last.contains("data-parallel-rank"), "{last}");
-    }
 }
 
 #[test]

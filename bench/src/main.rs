@@ -50,6 +50,9 @@ enum Command {
     /// Engines' event sockets, as a child of a benchmark.
     #[command(hide = true)]
     IngestPublishers(ingest::publishers::Args),
+    /// Simulated engines, as a child of a benchmark.
+    #[command(hide = true)]
+    Engines(loadgen::engine::cli::EngineArgs),
     /// The gateway, as a child of a benchmark.
     #[command(hide = true)]
     Gateway {
@@ -72,6 +75,10 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::Simulate(args) => simulate::run(&args, &mut std::io::stdout())?,
         Command::Soak(args) => return soak::main(&args),
         Command::Stall(args) => stall::run(&args, &mut std::io::stdout())?,
+        Command::Engines(args) => {
+            loadgen::child::end_with_parent();
+            loadgen::engine::cli::run(&args)?;
+        }
         Command::Gateway { arguments } => return Ok(loadgen::child::gateway(arguments)),
     }
     Ok(ExitCode::SUCCESS)

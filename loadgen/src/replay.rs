@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::bail;
 
+use crate::report::Report;
 use crate::run::CommonArgs;
 use crate::run::drive::Pace;
 use crate::trace::{self, Slice, TRACE_BLOCK_TOKENS, TraceShape, TraceWorkload};
@@ -43,6 +44,14 @@ pub struct ReplayArgs {
 /// # Errors
 /// A trace that cannot be read or is not one, arguments out of range, an unusable URL or core.
 pub fn main(args: &ReplayArgs) -> anyhow::Result<ExitCode> {
+    args.common.tell(&play(args)?)
+}
+
+/// Plays the trace, and says what was seen.
+///
+/// # Errors
+/// As [`main`].
+pub fn play(args: &ReplayArgs) -> anyhow::Result<Report> {
     if !(args.time_factor > 0.0 && args.time_factor.is_finite()) {
         bail!("--time-factor {}: a number above 0 is needed", args.time_factor);
     }
@@ -63,7 +72,5 @@ pub fn main(args: &ReplayArgs) -> anyhow::Result<ExitCode> {
     let trace = TraceWorkload::new(requests, shape);
     let pace = Pace::Open { arrivals: trace.arrivals().into() };
     let workload = Workload::Trace(Arc::new(trace));
-    let report =
-        args.common.play(workload, pace, "open loop, at the trace's times".to_owned(), Duration::MAX, usize::MAX)?;
-    args.common.tell(&report)
+    args.common.play(workload, pace, "open loop, at the trace's times".to_owned(), Duration::MAX, usize::MAX)
 }

@@ -47,6 +47,12 @@ impl Latency {
         self.0.value_at_quantile(quantile) as f64 / 1e3
     }
 
+    /// The mean, ms; 0 when nothing was recorded.
+    #[must_use]
+    pub fn mean_ms(&self) -> f64 {
+        if self.0.is_empty() { 0.0 } else { self.0.mean() / 1e3 }
+    }
+
     /// How many were recorded.
     #[must_use]
     pub fn count(&self) -> u64 {

@@ -17,7 +17,8 @@
 //! short prompt moves `start` and a long one `per_token`, each by its share of the prediction. The steps of the pace
 //! fall from ½ to 1/64. Those of a factor are 1/32, and grow when lessons keep coming from one side, by which an engine
 //! that has become three times as fast is believed within two dozen. Factors near 1 count as 1: endpoints that are alike
-//! should not be told apart by noise.
+//! should not be told apart by noise. And one that was slow, and teaches nothing since because others are preferred, is
+//! forgotten by halves, or it would be passed over for ever.
 
 #![forbid(unsafe_code)]
 
@@ -38,11 +39,14 @@ const FACTOR_STEP: (f32, f32) = (1.0 / 32.0, 0.25);
 const RUN_OF_CHANCE: u32 = 4;
 /// The largest deviation from the pace that is taken for noise, as a logarithm.
 const NOISE: f32 = 0.3;
+/// Lessons of a service within which half of what is known of a silent endpoint is forgotten, and the most halves.
+const FORGOTTEN_BY: u32 = 256;
+const HALVES_MOST: u32 = 16;
 /// What is assumed before the first lesson.
 const UNKNOWN: Pace = Pace { start: 0.02, per_token: 1e-4 };
 /// Bounds of what is learned, whatever answers say: what is 0 could not grow again, and a start that grew beyond a
 /// fraction of a second would make all prompts look alike.
-const START: (f32, f32) = (1e-3, 0.1);
+const START: (f32, f32) = (1e-5, 0.1);
 const PER_TOKEN: (f32, f32) = (1e-8, 0.1);
 const FACTOR: (f32, f32) = (0.05, 20.0);
 
@@ -81,6 +85,8 @@ pub struct Slowness {
     factor: AtomicU32,
     /// Lessons on one side since the last on the other, times two; the lowest bit is the side.
     run: AtomicU32,
+    /// The service's lessons at its last one.
+    taught_at: AtomicU32,
 }
 
 impl Default for Rates {
@@ -102,7 +108,7 @@ impl Rates {
     #[must_use]
     pub fn expected_seconds(&self, endpoint: &Slowness, tokens: u64, answers: u32) -> f32 {
         let Pace { start, per_token } = self.pace();
-        endpoint.factor() * (start + per_token * work(tokens, answers))
+        endpoint.factor(self.lessons()) * (start + per_token * work(tokens, answers))
     }
 
     /// Answers that it was learned from; stays where it is at 2³¹.
@@ -129,26 +135,34 @@ impl Rates {
         };
         self.start.store(moved(start, start, START), Ordering::Relaxed);
         self.per_token.store(moved(per_token, computing, PER_TOKEN), Ordering::Relaxed);
-        endpoint.learn(predicted, elapsed);
+        endpoint.learn(lessons, predicted, elapsed);
     }
 }
 
 impl Default for Slowness {
     fn default() -> Self {
-        Slowness { factor: AtomicU32::new(1.0_f32.to_bits()), run: AtomicU32::new(0) }
+        Slowness { factor: AtomicU32::new(1.0_f32.to_bits()), run: AtomicU32::new(0), taught_at: AtomicU32::new(0) }
     }
 }
 
 impl Slowness {
-    /// How many times as long as the service's pace says the endpoint takes; exactly 1 for what may be noise.
+    /// How many times as long as the service's pace says the endpoint takes, after so many lessons of the service; exactly
+    /// 1 for what may be noise.
     #[must_use]
-    pub fn factor(&self) -> f32 {
-        let factor = f32::from_bits(self.factor.load(Ordering::Relaxed));
-        if factor.ln().abs() < NOISE { 1.0 } else { factor }
+    pub fn factor(&self, lessons: u32) -> f32 {
+        let factor = self.remembered(lessons);
+        if factor == 1.0 || factor.ln().abs() < NOISE { 1.0 } else { factor }
     }
 
-    fn learn(&self, predicted: f32, elapsed: f32) {
+    fn remembered(&self, lessons: u32) -> f32 {
         let factor = f32::from_bits(self.factor.load(Ordering::Relaxed));
+        let halves = lessons.saturating_sub(self.taught_at.load(Ordering::Relaxed)) / FORGOTTEN_BY;
+        if halves == 0 { factor } else { factor.powf(0.5_f32.powi(halves.min(HALVES_MOST) as i32)) }
+    }
+
+    fn learn(&self, lessons: u32, predicted: f32, elapsed: f32) {
+        let factor = self.remembered(lessons);
+        self.taught_at.store(lessons, Ordering::Relaxed);
         let later = elapsed > predicted * factor;
         let before = self.run.load(Ordering::Relaxed);
         let run = if (before & 1 == 1) == later { (before >> 1).saturating_add(1).min(1 << 20) } else { 1 };
@@ -207,7 +221,7 @@ mod tests {
             assert_close(rates.pace().per_token, per_token, 0.3);
             teach(&rates, &endpoint, engine, 600, 0.2);
             assert_close(rates.pace().per_token, per_token, 0.25);
-            assert_eq!((rates.lessons(), endpoint.factor()), (660, 1.0));
+            assert_eq!((rates.lessons(), endpoint.factor(660)), (660, 1.0));
         }
     }
 
@@ -224,13 +238,36 @@ mod tests {
                 });
             }
         };
+        let factor = |of: usize| endpoints[of].factor(rates.lessons());
         round(slow, 60);
-        assert_close(endpoints[0].factor(), 3.0, 0.3);
-        assert!(endpoints[1..].iter().all(|endpoint| endpoint.factor() == 1.0), "{endpoints:?}");
+        assert_close(factor(0), 3.0, 0.3);
+        assert!((1..4).all(|of| factor(of) == 1.0), "{endpoints:?}");
         rates.learn(&endpoints[1], &answer(5_000, 600.0));
-        assert_eq!(endpoints[1].factor(), 1.0, "one stall is one lesson");
+        assert_eq!(factor(1), 1.0, "one stall is one lesson");
         round(fast, 5);
-        assert_eq!(endpoints[0].factor(), 1.0, "25 answers later");
+        assert_eq!(factor(0), 1.0, "25 answers later");
+    }
+
+    #[test]
+    fn a_slow_endpoint_that_is_passed_over_is_tried_again_some_time() {
+        let (rates, slow, other) = (Rates::default(), Slowness::default(), Slowness::default());
+        let engine = |times: f32| Pace { start: 0.03 * times, per_token: 1e-4 * times };
+        let both = |rounds: usize| {
+            for _ in 0..rounds {
+                teach(&rates, &other, engine(1.0), 20, 0.0);
+                teach(&rates, &slow, engine(3.0), 5, 0.0);
+            }
+        };
+        both(60);
+        let known = slow.factor(rates.lessons());
+        assert!(known > 2.0, "{known}");
+        teach(&rates, &other, engine(1.0), 300, 0.0);
+        let half = slow.factor(rates.lessons());
+        assert_close(half, known.sqrt(), 1e-3);
+        teach(&rates, &other, engine(1.0), 300, 0.0);
+        assert_eq!(slow.factor(rates.lessons()), 1.0);
+        both(8);
+        assert!(slow.factor(rates.lessons()) > 2.0, "and is slow still");
     }
 
     #[test]
@@ -250,7 +287,7 @@ mod tests {
                     rates.learn(&endpoint, &FirstByte { uncached_tokens, ahead: IDLE, elapsed });
                 });
                 let Pace { start, per_token } = rates.pace();
-                let all = [start, per_token, endpoint.factor()];
+                let all = [start, per_token, endpoint.factor(rates.lessons())];
                 assert!(all.iter().all(|value| value.is_finite() && *value > 0.0), "{all:?}");
             }
         }

@@ -16,6 +16,7 @@ mod cache;
 mod engine;
 mod fleet;
 mod incidents;
+mod live;
 mod log;
 mod plot;
 mod policy;
@@ -82,6 +83,13 @@ pub struct Args {
     /// `kvThroughput`, percent, of `ttft`: what work costs later requests counts so much beside the request's own time
     #[arg(long, default_value_t = THROUGHPUT)]
     throughput: u32,
+    /// One cell again, live: the beginning of Mooncake's trace against simulated engines behind the gateway itself, in
+    /// reduced size and faster; exit code 1 where the policies do not come in the same order
+    #[arg(long, conflicts_with_all = ["incidents", "write_log", "replay_log", "json", "svg"])]
+    live: bool,
+    /// With --live: seconds of the trace, at its own pace
+    #[arg(long, default_value_t = live::SECONDS, requires = "live")]
+    live_seconds: f64,
     /// Print each cell's table, not only the summary
     #[arg(long)]
     tables: bool,
@@ -137,6 +145,9 @@ pub fn run(args: &Args, out: &mut impl Write) -> anyhow::Result<()> {
     ensure!(args.caches.iter().all(|caches| *caches > 0.0), "--caches: more than 0");
     if let Some(path) = &args.replay_log {
         return what_if(args, path, out);
+    }
+    if args.live {
+        return live::run(args, out);
     }
     writeln!(out, "seed {}, {} runs per cell and policy", args.seed, args.runs)?;
     let (mut cells, mut first) = (Vec::new(), true);

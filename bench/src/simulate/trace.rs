@@ -109,6 +109,20 @@ pub fn read(path: &Path, copies: u32, seed: u64) -> anyhow::Result<Trace> {
     trace.with_context(|| format!("{}", path.display()))
 }
 
+/// Reads the first so many seconds of one of Mooncake's traces.
+pub fn read_beginning(path: &Path, seconds: f64) -> anyhow::Result<Trace> {
+    let context = || format!("{}", path.display());
+    let mut rows = lines(path).with_context(context)?;
+    let at = |line: &String| -> anyhow::Result<f64> {
+        let row: Value = serde_json::from_str(line)?;
+        Ok(number(&row, "timestamp").context("--live needs one of Mooncake's traces")? as f64 / 1e3)
+    };
+    let first = rows.first().map(at).transpose().with_context(context)?.unwrap_or(0.0);
+    let end = rows.iter().position(|line| at(line).is_ok_and(|at| at - first >= seconds)).unwrap_or(rows.len());
+    rows.truncate(end);
+    mooncake("mooncake_conversation, its beginning", &rows).with_context(context)
+}
+
 pub fn lines(path: &Path) -> std::io::Result<Vec<String>> {
     let file = File::open(path)?;
     let reader: Box<dyn Read> = if path.extension().is_some_and(|extension| extension == "gz") {

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
-use xxhash_rust::xxh3::Xxh3;
+use xxhash_rust::xxh64::Xxh64;
 
 use super::body::BodyView;
 use crate::service::PrefixHashing;
@@ -38,7 +38,7 @@ impl<'a> BodyView<'a> {
         self.messages.or(self.prompt).or(self.input).or(self.text).or(self.input_ids)
     }
 
-    /// A hash of how the prompt begins; none where there is no prompt.
+    /// A hash of how the prompt begins, XXH64; none where there is no prompt.
     ///
     /// Level 1 is the system prompt or, without one, the first 256 bytes of what the user says; level 2 is both; level 3
     /// takes 4,096 of those bytes. Of the flags, those of images and audio change nothing: their bytes stand in messages
@@ -50,7 +50,7 @@ impl<'a> BodyView<'a> {
             Some(messages) => self.first_messages(messages),
             None => (self.instructions.or(self.system), Some(raw)),
         };
-        let mut hash = Xxh3::new();
+        let mut hash = Xxh64::new(0);
         // A part and its place: an absent part is another thing than an empty one.
         let mut part = |place: u8, bytes: &[u8]| {
             hash.update(&[place]);

@@ -19,7 +19,8 @@
 //!   in flight at all candidates before this one, `capacity / sum` the winner's part in what their caches hold (1/n where
 //!   engines do not tell), and `factor` is in percent. A winner with `cap` requests or more gives way to the least loaded
 //!   candidate below its own cap, the lowest index among equals. With nobody below, it stays. Where the blend has passed
-//!   over the longest overlap already, there is no relief.
+//!   over the longest overlap already, there is no relief; `ttft` foresees it, and passes over a holder at its cap for one
+//!   with a part of the prompt where that is sooner than what relief would choose.
 //!   For n = 4, factor 175: total 0 to 2 → cap 1 (⌈0⌉, ⌈0.44⌉, ⌈0.88⌉), 3 and 4 → 2, 5 and 6 → 3, 100 → 44. A winner
 //!   with nothing in flight never gives way.
 //! * **Cold seed.** While a candidate other than the winner is cold, hits are counted, for the whole process; each
@@ -75,9 +76,9 @@ pub fn decide(service: &Service, facts: &Facts<'_>, chooser: &mut Chooser<'_>) -
         Ok(decision) => return Some(decision),
         Err(miss) => miss,
     };
-    let (place, reason) = select::choose(service, facts, turn)?;
+    let (place, reason, cost) = select::choose(service, facts, turn)?;
     let rows = &turn.rows;
-    let terms = Terms { load: rows.load[place], total: rows.total, candidates: rows.candidates, cap: 0, cost: 0 };
+    let terms = Terms { load: rows.load[place], total: rows.total, candidates: rows.candidates, cap: 0, cost };
     Some(Decision { miss: Some(miss), terms, ..Decision::new(place, Tier::Select, reason) })
 }
 

@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::rows::Rows;
+use super::ttft::ALIKE_US;
 use crate::service::{KvExact, ServiceShared};
 
 /// Who takes the request over from a winner at or over the fleet-wide cap: the least loaded below its own, the lowest
@@ -14,6 +15,21 @@ pub(super) fn relief(factor: u32, winner: usize, rows: &Rows) -> Option<usize> {
     }
     // The first of several minima is the one with the lowest index.
     rows.candidates().filter(below).min_by_key(|place| rows.load[*place])
+}
+
+/// The winner for a blend that knows what relief will do, and has left each candidate's cost in the rows' keys: where its
+/// own winner would be relieved, and somebody else would not be and costs clearly less than who relieves it, the cheapest
+/// of those.
+/// Relief leaves alone who has less than the most: then the blend has passed over that already.
+pub(super) fn foreseen(factor: u32, winner: usize, most: u64, rows: &Rows) -> usize {
+    if rows.worth[winner] < most {
+        return winner;
+    }
+    let Some(relieving) = relief(factor, winner, rows) else { return winner };
+    let stays =
+        |place: &usize| rows.worth[*place] < most || u64::from(rows.load[*place]) < rows.fleet_cap(*place, factor);
+    let cheapest = rows.candidates().filter(stays).min_by_key(|place| rows.key[*place]);
+    cheapest.filter(|place| rows.key[*place] + ALIKE_US < rows.key[relieving]).unwrap_or(winner)
 }
 
 /// The cold endpoint whose turn this hit is, if it is one's. Counts the hit.

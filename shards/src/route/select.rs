@@ -10,13 +10,13 @@ use super::ttft;
 use crate::ids::EndpointIndex;
 use crate::service::{Blend, Endpoint, Select, Service};
 
-/// Chooses a candidate; none if there are none.
-pub(super) fn choose(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> Option<(usize, Reason)> {
+/// Chooses a candidate, by what, and what it costs in microseconds where that decided, else 0; none if there are none.
+pub(super) fn choose(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> Option<(usize, Reason, u64)> {
     let select = service.select;
     if matches!(select, Select::Persist | Select::RoundRobin | Select::Expected)
         && let Some(pin) = facts.session.filter(|pin| turn.rows.is_candidate(pin.prefill))
     {
-        return Some((pin.prefill.index(), Reason::Session));
+        return Some((pin.prefill.index(), Reason::Session, 0));
     }
     let key = facts.prefix.or(facts.conversation);
     let place = match (select, key) {
@@ -28,20 +28,20 @@ pub(super) fn choose(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> O
         (Select::WeightedHash, Some(key)) => by_hash(service, key, &turn.rows, |endpoint| endpoint.weight),
         (Select::BoundedHash, Some(key)) => bounded(service, key, turn),
         (Select::Expected, _) if service.kv.as_ref().is_some_and(|kv| kv.blend == Blend::Ttft) => {
-            least_work(service, facts, turn)
+            return least_work(service, facts, turn).map(|(place, cost)| (place, Reason::Sel(select), cost));
         }
         (Select::Expected | Select::RoundRobin, _)
         | (Select::PrefixHash | Select::WeightedHash | Select::BoundedHash, None) => round_robin(turn),
     };
-    place.map(|place| (place, Reason::Sel(select)))
+    place.map(|place| (place, Reason::Sel(select), 0))
 }
 
-/// The candidate with the least expected time, whatever any has of the prompt; equals in turn.
-fn least_work(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> Option<usize> {
+/// The candidate with the least expected time, whatever any has of the prompt, and that time; equals in turn.
+fn least_work(service: &Service, facts: &Facts<'_>, turn: &mut Turn) -> Option<(usize, u64)> {
     let Turn { rows, ties, busy, .. } = turn;
     let kv = service.kv.as_ref()?;
     rows.worth.fill(0);
-    ttft::choose(service, kv, facts.prompt_tokens(), &[], rows, (ties, busy)).map(|(place, _)| place)
+    ttft::choose(service, kv, facts.prompt_tokens(), &[], rows, (ties, busy))
 }
 
 /// The next candidate in order.

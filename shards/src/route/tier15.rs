@@ -4,10 +4,10 @@ use super::blend::{self, Choice};
 use super::decision::{Decision, Reason, Terms, Tier};
 use super::facts::{Claimed, Evidence, Facts};
 use super::overlap::{DEVICE_WORTH, block_tokens, overlap};
-use super::relief::{relief, seed};
+use super::relief::{foreseen, relief, seed};
 use super::rows::{Rows, Ties, Turn};
 use super::ttft::{self, Busy};
-use crate::ids::EndpointIndex;
+use crate::ids::{EndpointIndex, Rank};
 use crate::inventory::Run;
 use crate::load::View;
 use crate::service::{Blend, KvExact, MissReason, Service};
@@ -35,16 +35,16 @@ pub(super) fn decide(
         Err(reason @ (MissReason::NoWorker | MissReason::Excluded)) => {
             let claim = match kv.blend {
                 Blend::Ttft => cheapest_claim(service, &prompt, facts.claims, rows, (ties, busy)),
-                _ => claimed(kv, facts.claims, 0, rows),
+                _ => claimed(kv, facts.claims, 0, rows).map(|claim| (claim, 0)),
             };
-            let claim = claim.ok_or(reason)?;
-            return Ok(prompt.by_claim(claim, Some(reason), rows));
+            let (claim, cost) = claim.ok_or(reason)?;
+            return Ok(Decision { miss: Some(reason), ..prompt.by_claim(claim, cost, rows) });
         }
         Err(reason) => return Err(reason),
     };
     let claim = (kv.blend != Blend::Ttft).then(|| claimed(kv, facts.claims, most, rows)).flatten();
     let of_blend = match claim {
-        Some(claim) => Some((claim.endpoint.index(), prompt.by_claim(claim, None, rows))),
+        Some(claim) => Some((claim.endpoint.index(), prompt.by_claim(claim, 0, rows))),
         None => {
             let mut choose = |rows: &mut Rows| match kv.blend {
                 Blend::Ttft => by_cost(service, &prompt, most, facts.claims, rows, (&mut *ties, &mut *busy)),
@@ -68,6 +68,9 @@ pub(super) fn decide(
         let seeded_from = Some(EndpointIndex(winner as u16));
         decision = Decision { seeded_from, reason: Reason::Seed, ..prompt.moved(decision, cold, rows) };
     }
+    if kv.ranks > 1 && decision.reason != Reason::Claim {
+        decision.rank = prompt.rank_in_turn(decision.endpoint.index(), rows, ties);
+    }
     Ok(decision)
 }
 
@@ -81,31 +84,37 @@ fn by_cost(
     rows: &mut Rows,
     means: (&mut Ties, &mut Busy),
 ) -> Option<(usize, Decision)> {
-    let (place, cost) = ttft::choose(service, prompt.kv, prompt.tokens, claims, rows, means)?;
-    match best_claim(claims, place) {
-        Some(claim) if whole_blocks(prompt.kv, claim).saturating_mul(DEVICE_WORTH) > rows.worth[place] => {
-            Some((place, prompt.by_claim(claim, None, rows)))
-        }
-        _ => Some(by_overlap(prompt, most, Choice { place, cap: 0, cost }, rows)),
+    let (chosen, _) = ttft::choose(service, prompt.kv, prompt.tokens, claims, rows, means)?;
+    let claimed = |place: usize| {
+        let own = best_claim(claims, place)?;
+        (whole_blocks(prompt.kv, own).saturating_mul(DEVICE_WORTH) > rows.worth[place]).then_some(own)
+    };
+    let relieved = prompt.kv.spill_relief && claimed(chosen).is_none();
+    let place = if relieved { foreseen(blend::factor(prompt.kv, rows), chosen, most, rows) } else { chosen };
+    match claimed(place) {
+        Some(claim) => Some((place, prompt.by_claim(claim, rows.key[place], rows))),
+        None => Some(by_overlap(prompt, most, Choice { place, cap: 0, cost: rows.key[place] }, rows)),
     }
 }
 
-/// The claim of the candidate with the least expected time, where it has one; nobody has anything of the prompt now.
+/// The claim of the candidate with the least expected time, where it has one, and that time; nobody has anything of the
+/// prompt now.
 fn cheapest_claim(
     service: &Service,
     prompt: &Prompt<'_>,
     claims: &[Claimed],
     rows: &mut Rows,
     means: (&mut Ties, &mut Busy),
-) -> Option<Claimed> {
+) -> Option<(Claimed, u64)> {
     if claims.is_empty() {
         return None;
     }
-    let (place, _) = ttft::choose(service, prompt.kv, prompt.tokens, claims, rows, means)?;
-    best_claim(claims, place)
+    let (place, cost) = ttft::choose(service, prompt.kv, prompt.tokens, claims, rows, means)?;
+    Some((best_claim(claims, place)?, cost))
 }
 
-fn best_claim(claims: &[Claimed], place: usize) -> Option<Claimed> {
+/// What an endpoint will have most of.
+pub(super) fn best_claim(claims: &[Claimed], place: usize) -> Option<Claimed> {
     let own = claims.iter().filter(|claim| claim.endpoint.index() == place);
     own.max_by_key(|claim| claim.tokens).copied()
 }
@@ -171,6 +180,13 @@ impl Prompt<'_> {
         (rows.worth[place] > 0).then(|| &self.runs[rows.run[place] as usize])
     }
 
+    /// The rank with the best run at a place; equals take turns.
+    fn rank_in_turn(&self, place: usize, rows: &Rows, ties: &mut Ties) -> Option<Rank> {
+        let best = self.run_at(place, rows)?;
+        let is_equal = |number: &usize| Run { rank: best.rank, ..self.runs[*number] } == *best;
+        ties.least((0..self.runs.len()).filter(is_equal), |_| 0).map(|number| self.runs[number].rank)
+    }
+
     fn at(&self, place: usize, tier: Tier, reason: Reason, rows: &Rows) -> Decision {
         let possible = self.tokens / u64::from(self.kv.block_tokens.max(1));
         let decision = Decision {
@@ -196,14 +212,14 @@ impl Prompt<'_> {
     }
 
     /// The decision for an endpoint that will have the prompt's beginning soon. It is a hit where it has some already.
-    fn by_claim(&self, claim: Claimed, miss: Option<MissReason>, rows: &Rows) -> Decision {
+    fn by_claim(&self, claim: Claimed, cost: u64, rows: &Rows) -> Decision {
         let place = claim.endpoint.index();
         let tier = if rows.worth[place] > 0 { Tier::KvExact } else { Tier::Claim };
         let decision = self.at(place, tier, Reason::Claim, rows);
         Decision {
             rank: claim.rank,
             claimed_tokens: claim.tokens.min(self.tokens).saturating_sub(decision.hit_tokens),
-            miss,
+            terms: Terms { cost, ..decision.terms },
             ..decision
         }
     }

@@ -25,6 +25,19 @@ fn the_best_rank_stands_for_its_endpoint_and_is_conveyed() {
 }
 
 #[test]
+fn ranks_that_have_as_much_take_turns() {
+    let mut fleet = Fleet::new(2).kv(|kv| kv.ranks = 4);
+    let runs = [run(1, 0, 9), run(1, 1, 10), run(1, 2, 10), run(1, 3, 10), run(0, 0, 3)];
+    let mut shares = [0; 4];
+    for _ in 0..300 {
+        let decision = fleet.decide(Evidence::Scored { prompt_tokens: LONG, runs: &runs }, &[]).expect("a candidate");
+        assert_eq!((decision.endpoint.0, decision.hit_blocks), (1, 10));
+        shares[usize::from(decision.rank.expect("of the run").0)] += 1;
+    }
+    assert!(shares[0] == 0 && shares[1..].iter().all(|share| (90..=110).contains(share)), "{shares:?}");
+}
+
+#[test]
 fn what_lies_in_slower_media_counts_by_its_weight_behind_what_lies_in_device_memory() {
     let reach = |endpoint, medium, blocks| Run { medium, ..run(endpoint, 0, blocks) };
     let winner = |cpu, storage, runs: &[Run]| {

@@ -60,8 +60,11 @@ fn what_stands_in_line_and_what_streams_is_waited_for() {
     for _ in 0..512 {
         send(&mut one, 0, 9_000, true);
     }
-    // 4,000 tokens in line and 641 of its own, half as slow again beside 512 answers, each of which counts for 128 more.
-    let expected = 2.0 * START_US + (4_641.0 * 1.5 + 512.0 * 128.0) * PER_TOKEN_US;
+    // 4,000 tokens in line and 641 of its own, half as slow again beside 512 answers.
+    let waiting = 2.0 * START_US + 4_641.0 * 1.5 * PER_TOKEN_US;
+    assert_cost(&scored(&mut one, LONG, &[(0, 60)]), waiting);
+    // Of the prompts so far a 64th of 641 tokens was computed on average: each answer comes back with a quarter of that.
+    let expected = waiting + 512.0 * 0.25 * (641.0 / 64.0) * PER_TOKEN_US;
     assert_cost(&scored(&mut one, LONG, &[(0, 60)]), expected);
 }
 
@@ -111,8 +114,10 @@ fn a_slow_endpoint_is_passed_over_and_one_that_is_alike_is_not() {
         }
         rates.learn(&endpoints[0].shared.slowness, &answer(3.0));
     }
-    assert_eq!(fleet.service.endpoints[1].shared.slowness.factor(), 1.0);
-    assert!(fleet.service.endpoints[0].shared.slowness.factor() > 2.0);
+    let lessons = fleet.service.shared.rates.lessons();
+    let factor = |fleet: &Fleet, endpoint: usize| fleet.service.endpoints[endpoint].shared.slowness.factor(lessons);
+    assert_eq!(factor(&fleet, 1), 1.0);
+    assert!(factor(&fleet, 0) > 2.0);
     // Half of the prompt is no reason to compute the rest three times as slowly.
     assert_eq!(scored(&mut fleet, LONG, &[(0, 50)]).endpoint, EndpointIndex(1));
     assert_eq!(scored(&mut fleet, LONG, &[(0, 95)]).endpoint, EndpointIndex(0));
@@ -135,6 +140,31 @@ fn misses_go_by_work_only_where_the_rule_states_no_sel() {
 }
 
 #[test]
+fn what_nobody_would_notice_decides_nothing() {
+    let mut fleet = ttft_fleet(3);
+    // An answer under way weighs a quarter of a prompt: 4 tokens, 0.4 ms.
+    send(&mut fleet, 1, 0, true);
+    let mut shares = [0; 3];
+    (0..300).for_each(|_| shares[usize::from(scored(&mut fleet, 17, &[]).endpoint.0)] += 1);
+    assert!(shares.iter().all(|share| (90..=110).contains(share)), "{shares:?}");
+    // Of equals the one with more of the prompt.
+    assert_eq!(scored(&mut fleet, LONG, &[(0, 99), (2, 100)]).endpoint.0, 2);
+}
+
+#[test]
+fn every_choice_by_cost_tells_its_cost() {
+    let mut fleet = ttft_fleet(2);
+    let missed = scored(&mut fleet, LONG, &[]);
+    assert_eq!(missed.tier, Tier::Select);
+    assert_cost(&missed, START_US + LONG as f64 * PER_TOKEN_US);
+    let claims = [Claimed { endpoint: EndpointIndex(1), rank: None, tokens: 1_600 }];
+    let evidence = Evidence::Scored { prompt_tokens: LONG, runs: &[] };
+    let claimed = fleet.with_facts(&Facts { claims: &claims, ..Facts::of(evidence) }).expect("a candidate");
+    assert_eq!(claimed.tier, Tier::Claim);
+    assert_cost(&claimed, START_US + PER_TOKEN_US);
+}
+
+#[test]
 fn relief_and_seed_come_after_it_as_in_every_mode() {
     let mut relieved = ttft_fleet(3).kv(|kv| kv.spill_relief = true);
     send(&mut relieved, 0, 16, false);
@@ -143,6 +173,45 @@ fn relief_and_seed_come_after_it_as_in_every_mode() {
     let mut seeded = ttft_fleet(3).cold(2, 0).kv(|kv| kv.seed_every = 2);
     let seeds: Vec<bool> = (0..4).map(|_| scored(&mut seeded, LONG, &[(0, 100)]).reason == Reason::Seed).collect();
     assert_eq!(seeds, [false, true, false, true]);
+}
+
+/// A fleet in which relief is on and 0 and 1 have the prompt, with so many requests in flight that have nothing left to
+/// compute.
+fn crowded(loads: &[u32], held: &[(u16, u32)]) -> (u16, Option<u16>, Reason) {
+    let mut fleet = ttft_fleet(loads.len() as u16).kv(|kv| kv.spill_relief = true);
+    for (endpoint, load) in loads.iter().enumerate() {
+        (0..*load).for_each(|_| send(&mut fleet, endpoint as u32, 0, true));
+    }
+    let decision = scored(&mut fleet, LONG, held);
+    (decision.endpoint.0, decision.spilled_from.map(|endpoint| endpoint.0), decision.reason)
+}
+
+#[test]
+fn relief_is_foreseen_so_that_a_holder_of_a_little_less_takes_over() {
+    // Of 4 in flight each of three has ⌈175 × 4 / 300⌉ = 3 places, and 0 has no more. 2 is the least loaded, and has nothing.
+    assert_eq!(crowded(&[3, 1, 0], &[(0, 100), (1, 90)]), (1, Some(0), Reason::Blend));
+    // Who has as much does so without a spill.
+    assert_eq!(crowded(&[3, 1, 0], &[(0, 100), (1, 100)]), (1, None, Reason::Overlap));
+    // Nobody has anything: relief, to the lowest index of the least loaded.
+    assert_eq!(crowded(&[3, 0, 0], &[(0, 100)]), (1, Some(0), Reason::Relief));
+    // One that has less than the most is not relieved, however busy.
+    let mut loads = [0; 8];
+    loads[..2].fill(2);
+    assert_eq!(crowded(&loads, &[(0, 100), (1, 90)]), (1, Some(0), Reason::Blend), "each has one place");
+}
+
+#[test]
+fn the_last_place_below_the_cap_is_left_to_who_would_lose_much() {
+    let mut fleet = ttft_fleet(2).kv(|kv| kv.spill_relief = true);
+    (0..2).for_each(|_| send(&mut fleet, 0, 0, true));
+    send(&mut fleet, 1, 0, true);
+    // Of 3 in flight each has 3 places: 0 has one left.
+    let prompts = |fleet: &mut Fleet, tokens, run| scored(fleet, tokens, &[run]).endpoint.0;
+    assert_eq!(prompts(&mut fleet, 100, (0, 6)), 0, "nothing is known to be lost by that");
+    for _ in 0..200 {
+        assert_eq!(prompts(&mut fleet, 30_000, (0, 1_800)), 0);
+    }
+    assert_eq!(prompts(&mut fleet, 100, (0, 6)), 1, "96 tokens are computed again for 29,000 that may have to be");
 }
 
 #[test]
