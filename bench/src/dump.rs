@@ -12,6 +12,8 @@ use hdrhistogram::Histogram;
 use shards::ids::{BlockKey, EndpointIndex, Rank};
 use shards::inventory::{self, ReaderFactory, Writer};
 
+use crate::clock;
+
 /// Sizes of the run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
@@ -40,7 +42,8 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
     let (mut writer, readers) = filled(args)?;
     let quiet = Duration::from_millis(500);
     let alone = publishing(&mut writer, || std::thread::sleep(quiet));
-    let (mut holds, mut dumps, mut keys) = (histogram()?, histogram()?, 0);
+    let mut holds = Holds { elapsed: histogram()?, computing: histogram()? };
+    let (mut dumps, mut keys) = (histogram()?, 0);
     let beside = publishing(&mut writer, || {
         for _ in 0..args.dumps {
             let start = Instant::now();
@@ -58,14 +61,16 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
         dumps.mean() / 1e6
     )?;
     let us = |value: u64| value as f64 / 1000.0;
-    writeln!(
-        text,
-        "held for (us): p50 {:.1}, p99 {:.1}, p99.9 {:.1}, longest {:.1}",
-        us(holds.value_at_quantile(0.5)),
-        us(holds.value_at_quantile(0.99)),
-        us(holds.value_at_quantile(0.999)),
-        us(holds.max())
-    )?;
+    for (name, holds) in [("held for", &holds.elapsed), ("computing meanwhile", &holds.computing)] {
+        writeln!(
+            text,
+            "{name} (us): p50 {:.1}, p99 {:.1}, p99.9 {:.1}, longest {:.1}",
+            us(holds.value_at_quantile(0.5)),
+            us(holds.value_at_quantile(0.99)),
+            us(holds.value_at_quantile(0.999)),
+            us(holds.max())
+        )?;
+    }
     for (name, published) in [("alone", alone), ("beside dumps", beside)] {
         writeln!(
             text,
@@ -78,8 +83,16 @@ pub fn run(args: &Args) -> anyhow::Result<String> {
     Ok(text)
 }
 
+/// How long guards were held, nanoseconds.
+struct Holds {
+    elapsed: Histogram<u64>,
+    /// What of it the thread ran: the rest it was kept from running.
+    computing: Histogram<u64>,
+}
+
+/// Of nanoseconds up to a minute.
 fn histogram() -> anyhow::Result<Histogram<u64>> {
-    Histogram::new(3).context("three digits are possible")
+    Histogram::new_with_bounds(1, 60_000_000_000, 3).context("three digits are possible")
 }
 
 fn nanoseconds(time: Duration) -> u64 {
@@ -107,16 +120,17 @@ fn filled(args: &Args) -> anyhow::Result<(Writer, ReaderFactory)> {
 }
 
 /// Reads all keys of the first endpoint, and notes how long each guard was held.
-fn dump(readers: &ReaderFactory, holds: &mut Histogram<u64>) -> usize {
+fn dump(readers: &ReaderFactory, holds: &mut Holds) -> usize {
     let reader = readers.reader();
     let segments = reader.enter().map_or(0, |guard| guard.segments());
     let (mut part, mut keys) = (Vec::new(), Vec::new());
     for segment in 0..segments {
-        let start = Instant::now();
+        let (start, cpu) = (Instant::now(), clock::thread_cpu());
         if let Some(guard) = reader.enter() {
             guard.segment_keys(segment, EndpointIndex(0), &mut |key| part.push(key.0));
         }
-        holds.saturating_record(nanoseconds(start.elapsed()));
+        holds.elapsed.saturating_record(nanoseconds(start.elapsed()));
+        holds.computing.saturating_record(nanoseconds(clock::thread_cpu() - cpu));
         keys.append(&mut part);
     }
     keys.sort_unstable();
@@ -173,6 +187,6 @@ mod tests {
     fn a_small_run_finds_all_keys() {
         let text = run(&Args { keys: 3000, endpoints: 2, dumps: 2 }).expect("the sizes can be used");
         assert!(text.starts_with("3000 keys dumped of 6000 pairs"), "{text}");
-        assert_eq!(text.lines().count(), 4);
+        assert_eq!(text.lines().count(), 5);
     }
 }
