@@ -3,7 +3,7 @@
 //! **Invariant.** A side changes only by [`Op`]s: what follows from an operation follows from the side's own content,
 //! never from a clock or from the other side.
 
-use super::runs::{RUN_MAX, Row, Run, positions};
+use super::runs::{RUN_MAX, Run, positions};
 use super::slots::{KEYS_EXPECTED, Place, RUNS_MAX, SEGMENTS_MAX, Slots, Vacant};
 use super::{Medium, SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
@@ -136,6 +136,11 @@ impl Table {
         self.slots.get(usize::from(holder)).filter(|slot| slot.state != SlotState::Retired)
     }
 
+    /// The slots by number, those of nobody included.
+    pub(super) fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
     /// The spaces beside the service's own that somebody is in.
     pub(super) fn other_spaces(&self) -> impl Iterator<Item = (SpaceIndex, Space)> + '_ {
         let used = self.spaces.iter().enumerate().filter(|(_, slot)| slot.holders > 0);
@@ -172,8 +177,7 @@ impl Table {
     /// Whether one of these holders has the key.
     pub(super) fn is_held(&self, key: BlockKey, by: impl Fn(u16) -> bool) -> bool {
         self.find(key).is_some_and(|place| {
-            let held = |row: &Row| row.bits >> place.position() & 1 == 1 && by(row.holder);
-            self.run(place).rows(&mut [Row::NONE]).iter().any(held)
+            self.run(place).rows().iter().any(|row| row.has(place.position()) && by(row.holder()))
         })
     }
 
@@ -195,8 +199,7 @@ impl Table {
     /// Keys of a segment's runs that one of these holders has, each once in all segments together.
     pub(super) fn keys_of(&self, segment: usize, by: impl Fn(u16) -> bool) -> impl Iterator<Item = BlockKey> {
         self.segments[segment].runs.iter().flat_map(move |run| {
-            let mut inline = [Row::NONE];
-            let held = run.rows(&mut inline).iter().filter(|row| by(row.holder)).fold(0, |held, row| held | row.bits);
+            let held = run.rows().iter().filter(|row| by(row.holder())).fold(0, |held, row| held | row.bits());
             run.keys(held).map(|(_, key)| key)
         })
     }
