@@ -214,9 +214,16 @@ impl Ahead {
     fn look(&mut self, table: &Table, keys: &[BlockKey], from: usize, stride: usize) {
         (self.places, self.from, self.stride) = ([None; AHEAD], from, stride);
         let chosen = || keys[from..].iter().step_by(stride).take(AHEAD).copied();
-        table.touch(chosen());
+        let mut missing = false;
         for (place, key) in self.places.iter_mut().zip(chosen()) {
-            *place = table.guess(key);
+            *place = table.guess_head(key);
+            missing |= place.is_none();
+        }
+        if missing {
+            table.touch(chosen());
+            for (place, key) in self.places.iter_mut().zip(chosen()).filter(|(place, _)| place.is_none()) {
+                *place = table.guess_other(key);
+            }
         }
         let runs = || self.places.iter().flatten().map(|place| table.run(*place));
         std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.words()));
