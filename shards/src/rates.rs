@@ -21,6 +21,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -36,8 +37,8 @@ const PACE_LESSONS: f32 = 16.0;
 const FACTOR_STEP: (f32, f32) = (1.0 / 32.0, 0.25);
 /// A run of lessons on one side longer than this is no chance.
 const RUN_OF_CHANCE: u32 = 4;
-/// The largest deviation from the pace that is taken for noise, as a logarithm.
-const NOISE: f32 = 0.3;
+/// Factors that are taken for noise: less than 0.3 from 1, as logarithms.
+const NOISE: RangeInclusive<f32> = 0.740_818_26..=1.349_858_8;
 /// What is assumed before the first lesson.
 const UNKNOWN: Pace = Pace { start: 0.02, per_token: 1e-4 };
 /// Bounds of what is learned, whatever answers say: what is 0 could not grow again, and a start that grew beyond a
@@ -144,7 +145,7 @@ impl Slowness {
     #[must_use]
     pub fn factor(&self) -> f32 {
         let factor = f32::from_bits(self.factor.load(Ordering::Relaxed));
-        if factor.ln().abs() < NOISE { 1.0 } else { factor }
+        if NOISE.contains(&factor) { 1.0 } else { factor }
     }
 
     fn learn(&self, predicted: f32, elapsed: f32) {
@@ -196,6 +197,19 @@ mod tests {
     fn answers_under_way_take_their_part_of_each_step() {
         assert_close(work(1_000, 0), 1_000.0, 1e-6);
         assert_close(work(1_000, 512), 1_500.0, 1e-6);
+    }
+
+    #[test]
+    fn noise_ends_at_three_tenths_as_a_logarithm() {
+        let is_noise = |factor: f32| factor.ln().abs() < 0.3;
+        for bits in (0.05_f32.to_bits()..20.0_f32.to_bits()).step_by(4_999) {
+            let factor = f32::from_bits(bits);
+            assert_eq!(NOISE.contains(&factor), is_noise(factor), "{factor}");
+        }
+        for end in [*NOISE.start(), *NOISE.end()] {
+            let beside = [end.next_down(), end, end.next_up()];
+            assert_eq!(beside.map(|factor| NOISE.contains(&factor)), beside.map(is_noise));
+        }
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! The endpoints as one decision sees them, and what one shard keeps from decision to decision.
 
+use std::cell::Cell;
 use std::sync::atomic::Ordering;
 
 use super::ttft::Busy;
 use crate::ids::{EndpointIndex, ShardId};
-use crate::load::{Load, View};
+use crate::load::{Load, Packed, View};
 use crate::service::{Role, Service};
 
 /// Most blocks that an engine's cache counts as; more would only be a lie, or beyond what multiplies without overflow.
@@ -85,7 +86,7 @@ pub(super) struct Rows {
     /// Requests in flight.
     pub(super) load: Vec<u32>,
     /// The same by what they wait for.
-    pub(super) flight: Vec<Load>,
+    flight: Vec<Packed>,
     /// Blocks of its engine's cache, at most `CAPACITY_MAX`; 0 = not known.
     capacity: Vec<u32>,
     /// What the best of its runs is worth, in hundredths of a token in device memory.
@@ -124,55 +125,65 @@ impl Rows {
         }
     }
 
+    /// One pass over the endpoints, which reads two lines of the cache of each beside the loads. What every endpoint of
+    /// hundreds costs is what counts here: columns have their length before, and sums are kept in registers.
     fn read(&mut self, service: &Service, tried: &[EndpointIndex], loads: View<'_>) {
         let count = service.endpoints.len();
-        self.candidate.clear();
-        self.load.clear();
-        self.flight.clear();
-        self.capacity.clear();
-        self.worth.clear();
-        self.worth.resize(count, 0);
-        self.run.resize(count, 0);
-        self.holders.clear();
-        (self.candidates, self.total, self.cold) = (0, 0, [None; 2]);
+        self.make_room(count);
+        let (role, backups) = (self.role, self.backups);
+        let (candidate, load) = (&mut self.candidate[..count], &mut self.load[..count]);
+        let (flight, capacity) = (&mut self.flight[..count], &mut self.capacity[..count]);
         // A floor of 0 means that only an empty endpoint is cold.
         let floor = service.kv.as_ref().map_or(0, |kv| u64::from(kv.seed_min_blocks.max(1)));
+        let (mut candidates, mut total, mut cold) = (0_u32, 0_u64, [None; 2]);
         let (mut known, mut known_sum) = (0_u64, 0_u64);
         for (index, endpoint) in service.endpoints.iter().enumerate() {
-            let usable = endpoint.role == self.role && endpoint.backup == self.backups && endpoint.is_candidate();
-            let candidate = usable && !tried.iter().any(|tried| tried.index() == index);
-            self.candidate.push(candidate);
-            if !candidate {
-                self.load.push(0);
-                self.flight.push(Load::default());
-                self.capacity.push(0);
+            let shared = &*endpoint.shared;
+            let usable = (endpoint.role == role) & (endpoint.backup == backups) && endpoint.is_candidate();
+            candidate[index] = usable && !tried.iter().any(|tried| tried.index() == index);
+            if !candidate[index] {
+                (load[index], flight[index], capacity[index]) = (0, Packed::default(), 0);
                 continue;
             }
-            let shared = &*endpoint.shared;
-            let in_flight = loads.of(shared.slot);
-            let load = in_flight.requests();
-            let capacity = shared.engine.blocks().map_or(0, |blocks| blocks.min(CAPACITY_MAX));
-            self.load.push(load);
-            self.flight.push(in_flight);
-            self.capacity.push(capacity);
-            self.candidates += 1;
-            self.total += u64::from(load);
-            known += u64::from(capacity > 0);
-            known_sum += u64::from(capacity);
-            if self.cold[1].is_none() && shared.kv_blocks.load(Ordering::Relaxed) < floor {
-                let place = usize::from(self.cold[0].is_some());
-                self.cold[place] = Some(index);
+            let in_flight = loads.packed(shared.slot);
+            let blocks = shared.engine.blocks().map_or(0, |blocks| blocks.min(CAPACITY_MAX));
+            (load[index], flight[index], capacity[index]) = (in_flight.requests(), in_flight, blocks);
+            candidates += 1;
+            total += u64::from(load[index]);
+            known += u64::from(blocks > 0);
+            known_sum += u64::from(blocks);
+            if shared.kv_blocks.load(Ordering::Relaxed) < floor && cold[1].is_none() {
+                cold[usize::from(cold[0].is_some())] = Some(index);
             }
         }
+        (self.candidates, self.total, self.cold) = (candidates, total, cold);
         self.capacity_else = known_sum.checked_div(known).unwrap_or(1);
-        self.capacity_sum = known_sum + (u64::from(self.candidates) - known) * self.capacity_else;
+        self.capacity_sum = known_sum + (u64::from(candidates) - known) * self.capacity_else;
+    }
+
+    /// A row per endpoint, of which `worth` says that it has nothing.
+    fn make_room(&mut self, count: usize) {
+        self.candidate.resize(count, false);
+        self.load.resize(count, 0);
+        self.flight.resize(count, Packed::default());
+        self.capacity.resize(count, 0);
+        self.run.resize(count, 0);
+        self.worth.clear();
+        self.worth.resize(count, 0);
+        self.holders.clear();
+    }
+
+    /// What is in flight at a candidate, by what it waits for.
+    pub(super) fn flight(&self, place: usize) -> Load {
+        self.flight[place].load()
     }
 
     /// Looks at a candidate's load again, other shards' included: what they publish is a moment old, and a winner is not
     /// passed over for a request that has ended. True if it is another one.
     pub(super) fn look_again(&mut self, service: &Service, place: usize, loads: View<'_>) -> bool {
-        self.flight[place] = loads.exact(service.endpoints[place].shared.slot);
-        let load = self.flight[place].requests();
+        let flight = loads.exact(service.endpoints[place].shared.slot);
+        let load = flight.requests();
+        self.flight[place] = flight;
         let before = std::mem::replace(&mut self.load[place], load);
         self.total = self.total - u64::from(before) + u64::from(load);
         load != before
@@ -196,14 +207,43 @@ impl Rows {
         }
     }
 
-    /// Requests from which on a candidate has its share of the load of all: ⌈factor × total × own / (100 × sum)⌉ for
-    /// capacities `own` and `sum`, and at least 1.
+    /// Requests from which on a candidate has its share of the load of all.
     pub(super) fn fleet_cap(&self, place: usize, factor: u32) -> u64 {
-        cap(factor, self.total, self.capacity(place), self.capacity_sum)
+        self.fleet_caps(factor).of(self.capacity(place))
+    }
+
+    /// The same for many.
+    pub(super) fn fleet_caps(&self, factor: u32) -> Caps {
+        Caps::new(factor, self.total, self.capacity_sum)
     }
 }
 
-/// ⌈factor × total × own / (100 × sum)⌉, at least 1; the factor is in percent.
-pub(super) fn cap(factor: u32, total: u64, own: u64, sum: u64) -> u64 {
-    (u64::from(factor) * total.min(TOTAL_MAX) * own).div_ceil(100 * sum.max(1)).max(1)
+/// Requests from which on somebody has his share: ⌈factor × total × own / (100 × sum)⌉ for capacities `own` and `sum`,
+/// and at least 1; the factor is in percent.
+#[derive(Debug)]
+pub(super) struct Caps {
+    /// Factor × total.
+    share: u64,
+    /// 100 × sum.
+    all: u64,
+    /// The capacity asked for last, and its cap: most are like the one before, and a division takes longer than all else.
+    last: Cell<(u64, u64)>,
+}
+
+impl Caps {
+    pub(super) fn new(factor: u32, total: u64, sum: u64) -> Self {
+        // Nobody's capacity is 0, and its cap would be 1.
+        Caps { share: u64::from(factor) * total.min(TOTAL_MAX), all: 100 * sum.max(1), last: Cell::new((0, 1)) }
+    }
+
+    /// The cap of who has so much capacity.
+    pub(super) fn of(&self, own: u64) -> u64 {
+        let (last, cap) = self.last.get();
+        if last == own {
+            return cap;
+        }
+        let cap = (self.share * own).div_ceil(self.all).max(1);
+        self.last.set((own, cap));
+        cap
+    }
 }

@@ -48,7 +48,7 @@ pub(super) struct Busy(f32);
 impl Busy {
     /// Takes note of what the candidates do now. Returns the average.
     fn note(&mut self, rows: &Rows) -> f32 {
-        let busy = rows.candidates().filter(|place| rows.flight[*place].prefill > 0).count();
+        let busy = rows.candidates().filter(|place| rows.flight(*place).prefill > 0).count();
         let now = busy as f32 / rows.candidates.max(1) as f32;
         self.0 += (now - self.0) / DECISIONS;
         self.0
@@ -92,7 +92,7 @@ pub(super) fn choose(
 
 /// The cost at the service's pace.
 fn cost(pace: &Pace, rows: &Rows, place: usize, uncached: u64, others: f32) -> f32 {
-    let flight = rows.flight[place];
+    let flight = rows.flight(place);
     let computed = work(flight.tokens.saturating_add(uncached), flight.decode)
         + uncached as f32 * others
         + flight.decode as f32 * ANSWER_TOKENS;

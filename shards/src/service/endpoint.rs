@@ -17,12 +17,13 @@ use crate::rates::Slowness;
 use crate::usage::Statements;
 
 /// One backend of one service.
+///
+/// What every decision reads of every endpoint comes first, so that it is one line of the cache.
 #[derive(Debug)]
+#[repr(C)]
 pub struct Endpoint {
-    /// Where requests go.
-    pub address: SocketAddr,
-    /// Name it was resolved from, where the rule names it so.
-    pub dns_name: Option<String>,
+    /// State carried over updates.
+    pub shared: Arc<EndpointShared>,
     /// Weight; 0 drains: nothing new is sent.
     pub weight: u32,
     /// Used only when no other endpoint is up.
@@ -31,12 +32,14 @@ pub struct Endpoint {
     pub retired: bool,
     /// What it does for the rule.
     pub role: Role,
+    /// Where requests go.
+    pub address: SocketAddr,
+    /// Name it was resolved from, where the rule names it so.
+    pub dns_name: Option<String>,
     /// Where its NIXL side channel listens (`nixl_port`); 0 = not said.
     pub nixl_port: u16,
     /// What its NIXL agent is called (`nixl_engine_id`), where prefill engines push.
     pub nixl_engine_id: Option<Box<str>>,
-    /// State carried over updates.
-    pub shared: Arc<EndpointShared>,
 }
 
 impl Endpoint {
@@ -98,16 +101,29 @@ impl EngineLoad {
 }
 
 /// State of an endpoint that outlives a compilation: found again by service and address.
+///
+/// What every decision reads of every endpoint comes first, so that it is one line of the cache, and nothing that requests
+/// write is on it unless they fail.
 #[derive(Debug)]
+#[repr(C)]
 pub struct EndpointShared {
-    /// Place in its service.
-    pub index: EndpointIndex,
-    /// Place in the load table.
-    pub slot: LoadSlot,
     /// False after a refused or timed-out connect or failed probes, until a probe succeeds.
     up: AtomicBool,
     /// Its engine's release takes the ids of a chat's prompt along with it.
     takes_ids: AtomicBool,
+    /// The breaker is open: the endpoint is out, and stays so for longer than one that was not there for a moment.
+    tripped: AtomicBool,
+    /// Whether the engine takes a request to the rank that a header names, by its release. Written by the control core.
+    conveys_rank: AtomicBool,
+    /// Place in the load table.
+    pub slot: LoadSlot,
+    /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
+    /// copies: the inventory's `total`. Written by the ingest thread.
+    pub kv_blocks: AtomicU64,
+    /// What its engine says of its load, as far as somebody asks.
+    pub engine: EngineLoad,
+    /// Place in its service.
+    pub index: EndpointIndex,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
     /// Times it was taken out.
@@ -116,21 +132,12 @@ pub struct EndpointShared {
     pub emptied: AtomicU32,
     /// Answers of status 500 or more since the last one below 400.
     origin_errors: AtomicU32,
-    /// The breaker is open: the endpoint is out, and stays so for longer than one that was not there for a moment.
-    tripped: AtomicBool,
     /// Times the breaker was closed again because the endpoint answers probes.
     pub heals: AtomicU64,
-    /// Whether the engine takes a request to the rank that a header names, by its release. Written by the control core.
-    conveys_rank: AtomicBool,
-    /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
-    /// copies: the inventory's `total`. Written by the ingest thread.
-    pub kv_blocks: AtomicU64,
-    /// Its places for requests in prefill, where they are bounded.
-    pub places: Places,
-    /// What its engine says of its load, as far as somebody asks.
-    pub engine: EngineLoad,
     /// How slow it is among the service's endpoints.
     pub slowness: Slowness,
+    /// Its places for requests in prefill, where they are bounded.
+    pub places: Places,
     /// What shards expect its engine to hold, for the ingest thread.
     pub predictions: Predictions,
     /// Which begin-of-text its engine puts before texts, where it is another than expected.
