@@ -60,7 +60,6 @@ impl Load {
     pub fn requests(self) -> u32 {
         self.prefill + self.decode
     }
-
 }
 
 /// A load in one word, as the table has it.

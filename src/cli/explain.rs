@@ -316,7 +316,7 @@ fn overlaps(url: &str, rule: &Rule, service: &Service, keys: &[BlockKey]) -> Res
         let blocks = keys.iter().take_while(|key| held.contains(&key.0)).count();
         let up = told.up.get(index).copied().unwrap_or(false);
         let shared = &service.endpoints[index].shared;
-        shared.kv_blocks.store(held.len() as u64, Ordering::Relaxed);
+        shared.set_kv_blocks(held.len() as u64);
         if !up {
             shared.mark_down();
         }

@@ -198,9 +198,8 @@ impl Table {
 
     /// Whether one of these holders has the key.
     pub(super) fn is_held(&self, key: BlockKey, by: impl Fn(u16) -> bool) -> bool {
-        self.find(key).is_some_and(|place| {
-            self.run(place).rows().iter().any(|row| row.has(place.position()) && by(row.holder()))
-        })
+        self.find(key)
+            .is_some_and(|place| self.run(place).rows().iter().any(|row| row.has(place.position()) && by(row.holder())))
     }
 
     /// The place of a run that most likely begins with the key: it may be another's. None where no run does.

@@ -1,12 +1,11 @@
 //! The endpoints as one decision sees them, and what one shard keeps from decision to decision.
 
 use std::cell::Cell;
-use std::sync::atomic::Ordering;
 
 use super::ttft::Busy;
 use crate::ids::{EndpointIndex, ShardId};
 use crate::load::{Load, Packed, View};
-use crate::service::{Role, Service};
+use crate::service::{Endpoint, Role, Service};
 
 /// Most blocks that an engine's cache counts as; more would only be a lie, or beyond what multiplies without overflow.
 pub(super) const CAPACITY_MAX: u32 = 8_000_000;
@@ -125,52 +124,61 @@ impl Rows {
         }
     }
 
-    /// One pass over the endpoints, which reads two lines of the cache of each beside the loads. What every endpoint of
-    /// hundreds costs is what counts here: columns have their length before, and sums are kept in registers.
+    /// What every one of hundreds of endpoints costs is what counts here: what is read of one stands side by side with
+    /// that of the next, columns have their length before, and are added up afterwards, many at once.
     fn read(&mut self, service: &Service, tried: &[EndpointIndex], loads: View<'_>) {
         let count = service.endpoints.len();
-        self.make_room(count);
-        let (role, backups) = (self.role, self.backups);
-        let (candidate, load) = (&mut self.candidate[..count], &mut self.load[..count]);
-        let (flight, capacity) = (&mut self.flight[..count], &mut self.capacity[..count]);
-        // A floor of 0 means that only an empty endpoint is cold.
-        let floor = service.kv.as_ref().map_or(0, |kv| u64::from(kv.seed_min_blocks.max(1)));
-        let (mut candidates, mut total, mut cold) = (0_u32, 0_u64, [None; 2]);
-        let (mut known, mut known_sum) = (0_u64, 0_u64);
-        for (index, endpoint) in service.endpoints.iter().enumerate() {
-            let shared = &*endpoint.shared;
-            let usable = (endpoint.role == role) & (endpoint.backup == backups) && endpoint.is_candidate();
-            candidate[index] = usable && !tried.iter().any(|tried| tried.index() == index);
-            if !candidate[index] {
-                (load[index], flight[index], capacity[index]) = (0, Packed::default(), 0);
-                continue;
-            }
-            let in_flight = loads.packed(shared.slot);
-            let blocks = shared.engine.blocks().map_or(0, |blocks| blocks.min(CAPACITY_MAX));
-            (load[index], flight[index], capacity[index]) = (in_flight.requests(), in_flight, blocks);
-            candidates += 1;
-            total += u64::from(load[index]);
-            known += u64::from(blocks > 0);
-            known_sum += u64::from(blocks);
-            if shared.kv_blocks.load(Ordering::Relaxed) < floor && cold[1].is_none() {
-                cold[usize::from(cold[0].is_some())] = Some(index);
-            }
-        }
-        (self.candidates, self.total, self.cold) = (candidates, total, cold);
-        self.capacity_else = known_sum.checked_div(known).unwrap_or(1);
-        self.capacity_sum = known_sum + (u64::from(candidates) - known) * self.capacity_else;
-    }
-
-    /// A row per endpoint, of which `worth` says that it has nothing.
-    fn make_room(&mut self, count: usize) {
         self.candidate.resize(count, false);
-        self.load.resize(count, 0);
-        self.flight.resize(count, Packed::default());
         self.capacity.resize(count, 0);
         self.run.resize(count, 0);
         self.worth.clear();
         self.worth.resize(count, 0);
         self.holders.clear();
+        self.read_vitals(service, tried);
+        let with_candidate = service.endpoints.iter().zip(&self.candidate);
+        let flight = |(endpoint, candidate): (&Endpoint, &bool)| {
+            if *candidate { loads.packed(endpoint.vitals.slot()) } else { Packed::default() }
+        };
+        self.flight.clear();
+        self.flight.extend(with_candidate.map(flight));
+        self.load.clear();
+        self.load.extend(self.flight.iter().map(|flight| flight.requests()));
+        self.sum_up();
+    }
+
+    /// Who is a candidate, what its cache holds at most, and who is cold.
+    fn read_vitals(&mut self, service: &Service, tried: &[EndpointIndex]) {
+        // A floor of 0 means that only an empty endpoint is cold.
+        let floor = service.kv.as_ref().map_or(0, |kv| u64::from(kv.seed_min_blocks.max(1)));
+        let (role, backups) = (self.role, self.backups);
+        let columns = self.candidate.iter_mut().zip(&mut self.capacity);
+        let (mut cold, mut found) = ([None; 2], 0);
+        for (place, (endpoint, (candidate, capacity))) in service.endpoints.iter().zip(columns).enumerate() {
+            let cell = endpoint.vitals.cell();
+            // Everything is looked at: what could be left out takes no longer than a branch.
+            let in_use = !endpoint.retired & (endpoint.weight > 0) & cell.is_up();
+            *candidate = in_use & (endpoint.role == role) & (endpoint.backup == backups);
+            *capacity = if *candidate { cell.cache_blocks().min(CAPACITY_MAX) } else { 0 };
+            if *candidate & (cell.kv_blocks() < floor) && found < 2 && !tried.iter().any(|tried| tried.index() == place)
+            {
+                cold[found] = Some(place);
+                found += 1;
+            }
+        }
+        self.cold = cold;
+        for tried in tried.iter().map(|tried| tried.index()).filter(|place| *place < service.endpoints.len()) {
+            (self.candidate[tried], self.capacity[tried]) = (false, 0);
+        }
+    }
+
+    /// Adds up the columns, in which what is no candidate has nothing.
+    fn sum_up(&mut self) {
+        self.candidates = self.candidate.iter().map(|candidate| u32::from(*candidate)).sum();
+        self.total = self.load.iter().map(|load| u64::from(*load)).sum();
+        let known: u32 = self.capacity.iter().map(|blocks| u32::from(*blocks > 0)).sum();
+        let known_sum: u64 = self.capacity.iter().map(|blocks| u64::from(*blocks)).sum();
+        self.capacity_else = known_sum.checked_div(known.into()).unwrap_or(1);
+        self.capacity_sum = known_sum + u64::from(self.candidates - known) * self.capacity_else;
     }
 
     /// What is in flight at a candidate, by what it waits for.

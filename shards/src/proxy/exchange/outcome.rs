@@ -111,7 +111,7 @@ impl Attempt<'_> {
         if matches!(score, Score::NotAsked) {
             return;
         }
-        let knows_blocks = || service.endpoints.iter().any(|e| e.shared.kv_blocks.load(Ordering::Relaxed) > 0);
+        let knows_blocks = || service.endpoints.iter().any(|e| e.shared.kv_blocks() > 0);
         if let Some((first, hit)) = score.first_block()
             && service.shared.zero_hits.note(first, hit, kv.zero_hit_every, knows_blocks)
         {
