@@ -52,29 +52,34 @@ impl Ties {
         ((u64::from(fraction) * count as u64) >> 32) as usize
     }
 
-    /// The place with the least key; equals take turns.
+    /// The place with the least key; equals take turns. A key of one number is compared without a branch, which nobody
+    /// could foresee: see [`pair`].
     pub(super) fn least<K: Ord + Copy>(
         &mut self,
         places: impl Iterator<Item = usize> + Clone,
         key: impl Fn(usize) -> K,
     ) -> Option<usize> {
-        let mut first = None;
-        let mut equals = 0;
-        for place in places.clone() {
-            let own = key(place);
-            match first {
-                Some((_, least)) if own > least => {}
-                Some((_, least)) if own == least => equals += 1,
-                _ => (first, equals) = (Some((place, own)), 1),
-            }
+        let mut rest = places.clone();
+        let mut place = rest.next()?;
+        let (mut least, mut equals) = (key(place), 1);
+        for other in rest {
+            let own = key(other);
+            let (less, equal) = (own < least, own == least);
+            equals = if less { 1 } else { equals + usize::from(equal) };
+            place = if less { other } else { place };
+            least = if less { own } else { least };
         }
-        let (place, least) = first?;
         if equals == 1 {
             return Some(place);
         }
         let turn = self.next_below(equals);
         places.filter(|place| key(*place) == least).nth(turn)
     }
+}
+
+/// A key of two numbers, the first of which counts more.
+pub(super) fn pair(first: impl Into<u64>, second: impl Into<u64>) -> u128 {
+    u128::from(first.into()) << 64 | u128::from(second.into())
 }
 
 /// The endpoints of a service by index, a column per property.

@@ -26,7 +26,7 @@
 
 use super::facts::Claimed;
 use super::overlap::DEVICE_WORTH;
-use super::rows::{Rows, Ties};
+use super::rows::{Rows, Ties, pair};
 use super::tier15::whole_blocks;
 use crate::rates::{Pace, work};
 use crate::service::{KvExact, Service};
@@ -86,7 +86,7 @@ pub(super) fn choose(
         }
     }
     // Of equals the one that has more of the prompt now: what is only on its way may not come.
-    let place = ties.least(rows.candidates(), |place| (rows.key[place], u64::MAX - rows.worth[place]))?;
+    let place = ties.least(rows.candidates(), |place| pair(rows.key[place], u64::MAX - rows.worth[place]))?;
     Some((place, rows.key[place]))
 }
 
