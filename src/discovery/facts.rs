@@ -170,6 +170,13 @@ impl ServiceFacts {
         facts
     }
 
+    /// The model that they all serve, if that is one.
+    #[must_use]
+    pub fn only_model(&self) -> Option<&str> {
+        let mut models = self.models.iter();
+        models.next().filter(|_| models.next().is_none()).map(String::as_str)
+    }
+
     /// The forms of extra keys beside that of the newest release: some engines key adapters and salts so.
     #[must_use]
     pub fn other_forms(&self) -> Vec<Tagging> {

@@ -30,8 +30,10 @@
 
 #![forbid(unsafe_code)]
 
+mod cache;
+mod kept;
+
 use std::collections::HashSet;
-use std::hash::BuildHasherDefault;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -44,11 +46,11 @@ use shards::service::MediumWeights;
 
 use super::calibrate::{Believed, Calibrator, Finding, Way};
 use super::counts::{Change, CopyCounts};
-use super::derived::{KeyHasher, NotDerived, OwnKeys};
+use super::derived::{NotDerived, OwnKeys};
 use super::events::{Batch, Event, Keys, Reject, Removed, Stored};
 use super::parity::{ByUse, UseLeg, UseStats};
-use super::persist::{Capture, Captured, KeptWay, Progress};
 use super::status::{StreamStats, add};
+use cache::Cache;
 
 /// Attention groups of one cache. Beyond it: the event is rejected.
 pub(crate) const GROUPS_MAX: usize = 64;
@@ -105,124 +107,6 @@ impl From<Way> for Keying {
             Way::Derived(block_tokens) => Keying::Space(Space { contract: Contract::Derived, block_tokens }),
             Way::Refused => Keying::Refused,
         }
-    }
-}
-
-/// The cache of one rank: copies by medium and group.
-#[derive(Debug, Default)]
-struct Cache {
-    groups: Vec<(Place, CopyCounts)>,
-    /// Media beside device memory that it has had blocks in: each has a holder.
-    media: Vec<Medium>,
-    /// Tokens per block of the blocks that enter.
-    block_tokens: u32,
-    /// Finds out how the engine makes its keys; none where the rule is simply believed.
-    calibrator: Option<Calibrator>,
-    /// The gateway's own keys, kept until the engine's are proved.
-    own: OwnKeys,
-    /// Copies are counted by own keys, not by the engine's.
-    derived: bool,
-    /// Keys that the engine may hold no more.
-    unproven: HashSet<u64, BuildHasherDefault<KeyHasher>>,
-    /// The copying of its keys for a file, while it is under way.
-    capture: Option<Box<Capture>>,
-}
-
-impl Cache {
-    /// Whether the key lies anywhere.
-    fn contains(&self, key: BlockKey) -> bool {
-        self.groups.iter().any(|(_, counts)| counts.contains(key))
-    }
-
-    /// Whether the key lies in the medium or a nearer one.
-    fn has(&self, key: BlockKey, medium: Medium) -> bool {
-        self.groups.iter().any(|(place, counts)| place.medium <= medium && counts.contains(key))
-    }
-
-    fn entries(&self) -> usize {
-        self.groups.iter().map(|(_, counts)| counts.len()).sum()
-    }
-
-    /// Every key in the medium or a nearer one once, whatever the number of groups that hold it.
-    fn keys(&self, medium: Medium) -> impl Iterator<Item = BlockKey> + '_ {
-        let counts = move |(place, _): &&(Place, CopyCounts)| place.medium <= medium;
-        self.groups.iter().enumerate().filter(move |(_, group)| counts(group)).flat_map(move |(at, (_, held))| {
-            let before =
-                move |key: BlockKey| self.groups[..at].iter().filter(counts).any(|(_, held)| held.contains(key));
-            held.keys().filter(move |key| !before(*key))
-        })
-    }
-
-    /// Whether own keys are needed, now or should the engine's turn out not to be what the rule says.
-    fn keeps_own_keys(&self) -> bool {
-        self.calibrator.as_ref().is_some_and(|calibrator| !calibrator.is_proved())
-    }
-
-    /// One more copy; with `at_least_one`, only if there is none.
-    fn add(&mut self, group: usize, key: BlockKey, at_least_one: bool) -> Change {
-        // An engine does not announce again what it has: the copy that was unproven is gone.
-        let in_device = self.groups[group].0.medium == Medium::Device;
-        let anew = in_device && !self.unproven.is_empty() && self.unproven.remove(&key.0);
-        let change = self.groups[group].1.add(key, at_least_one || anew);
-        self.note(group, key);
-        change
-    }
-
-    /// One copy less.
-    fn remove(&mut self, group: usize, key: BlockKey) -> Change {
-        let change = self.groups[group].1.remove(key);
-        self.note(group, key);
-        change
-    }
-
-    /// Tells a capture under way of a change.
-    fn note(&mut self, group: usize, key: BlockKey) {
-        if let Some(capture) = &mut self.capture {
-            let (id, counts) = &self.groups[group];
-            capture.changed(*id, key, counts.copies(key));
-        }
-    }
-
-    /// The key that copies are counted by.
-    fn counted(&self, engine: BlockKey) -> Option<BlockKey> {
-        if self.derived { self.own.get(engine) } else { Some(engine) }
-    }
-
-    /// Counts by other keys from now on; what has none is given up.
-    fn rekey(&mut self, way: Way, rule_tokens: u32) {
-        let (derived, block_tokens) = match way {
-            Way::Derived(block_tokens) => (true, block_tokens.get()),
-            Way::Engine(space) => (false, space.block_tokens.get()),
-            Way::Rule | Way::Refused => (false, rule_tokens),
-        };
-        let fits = self.block_tokens == block_tokens;
-        self.block_tokens = block_tokens;
-        self.capture = None;
-        let was_unproven = !std::mem::take(&mut self.unproven).is_empty();
-        let groups = std::mem::take(&mut self.groups);
-        let was_derived = std::mem::replace(&mut self.derived, derived);
-        self.groups = match (was_derived, derived) {
-            _ if !fits || way == Way::Refused => Vec::new(),
-            (false, true) => groups.iter().map(|(id, counts)| (*id, counts.rekeyed(|key| self.own.get(key)))).collect(),
-            (true, false) => {
-                let engine = self.own.inverted();
-                let other = |key: BlockKey| engine.get(&key.0).map(|key| BlockKey(*key));
-                groups.iter().map(|(id, counts)| (*id, counts.rekeyed(other))).collect()
-            }
-            _ => groups,
-        };
-        if !derived {
-            self.own = OwnKeys::default();
-        }
-        if was_unproven {
-            self.doubt();
-        }
-    }
-
-    /// All that is held may be gone.
-    fn doubt(&mut self) {
-        let Cache { groups, unproven, .. } = self;
-        unproven.extend(groups.iter().flat_map(|(_, counts)| counts.keys()).map(|key| key.0));
     }
 }
 
@@ -616,138 +500,6 @@ impl Copies {
         if self.is_in_device(rank, group) && !self.elsewhere(rank, group, key, Medium::Device) {
             self.distinct -= u64::from(!self.in_other_rank(rank, key));
             op(Op::Remove(key));
-        }
-    }
-}
-
-/// What a file of a former gateway, and an engine's `usage`, say of what a rank holds.
-impl Copies {
-    /// How one rank's keys are to be read, for a file; none where nothing may be kept.
-    pub(crate) fn kept_way(&self, rank: usize) -> Option<KeptWay> {
-        let way = self.ranks[rank].calibrator.as_ref().map_or(Way::Rule, Calibrator::way);
-        KeptWay::of(way)
-    }
-
-    /// Engine key → own key of a rank whose copies are counted by own keys; else nothing.
-    pub(crate) fn own_pairs(&self, rank: usize) -> Vec<(u64, u64)> {
-        let cache = &self.ranks[rank];
-        if cache.derived { cache.own.pairs().collect() } else { Vec::new() }
-    }
-
-    /// Copies one rank's keys for a file, a slice of `most` places at a time. What is given up begins anew.
-    pub(crate) fn capture(&mut self, rank: usize, most: usize) -> Progress {
-        let Cache { groups, capture, .. } = &mut self.ranks[rank];
-        let progress = capture.get_or_insert_default().slice(groups, most);
-        if !matches!(progress, Progress::More) {
-            *capture = None;
-        }
-        progress
-    }
-
-    /// One rank's keys, copied at once: for the end of the process.
-    pub(crate) fn capture_whole(&mut self, rank: usize) -> Captured {
-        self.ranks[rank].capture = None;
-        loop {
-            if let Progress::Done(captured) = self.capture(rank, usize::MAX) {
-                return captured;
-            }
-        }
-    }
-
-    /// Begins to take up what a file says of a rank, which holds nothing yet.
-    pub(crate) fn take_up(&mut self, rank: usize, way: Way, places: &[Place], op: &mut impl FnMut(Op)) {
-        for Place { medium, .. } in places {
-            if *medium != Medium::Device && self.counts(*medium) && !self.ranks[rank].media.contains(medium) {
-                self.ranks[rank].media.push(*medium);
-            }
-        }
-        if way != Way::Rule {
-            self.rekey(rank, way, op);
-            if let Some(calibrator) = &mut self.ranks[rank].calibrator {
-                calibrator.resume(way);
-            }
-        }
-    }
-
-    /// The own key of an engine key.
-    pub(crate) fn take_up_own(&mut self, rank: usize, engine: u64, own: u64) {
-        self.ranks[rank].own.insert(engine, own);
-    }
-
-    /// A key with its copies; the oldest come first. False where it cannot be taken.
-    pub(crate) fn take_up_key(
-        &mut self,
-        rank: usize,
-        place: Place,
-        (key, copies): (BlockKey, u32),
-        stats: &StreamStats,
-        op: &mut impl FnMut(Op),
-    ) -> bool {
-        if !self.counts(place.medium) {
-            return false;
-        }
-        let Some(group) = self.group(rank, place) else { return false };
-        let cache = &mut self.ranks[rank];
-        if copies == 0 || cache.groups[group].1.contains(key) {
-            return false;
-        }
-        cache.groups[group].1.set(key, copies);
-        cache.note(group, key);
-        cache.unproven.insert(key.0);
-        self.first_copy(rank, group, key, stats, op);
-        stats.held.store(self.ranks[rank].entries() as u64, Ordering::Relaxed);
-        true
-    }
-
-    /// Whether a rank has keys that its engine may hold no more.
-    pub(crate) fn is_unproven(&self, rank: usize) -> bool {
-        !self.ranks[rank].unproven.is_empty()
-    }
-
-    /// What a rank holds is what its engine holds.
-    pub(crate) fn prove(&mut self, rank: usize) {
-        self.ranks[rank].unproven = HashSet::default();
-    }
-
-    /// All that a rank holds may be gone.
-    pub(crate) fn doubt(&mut self, rank: usize) {
-        self.ranks[rank].doubt();
-    }
-
-    /// The engine's `usage` says that it has these blocks of a prompt, and not those.
-    pub(crate) fn usage_said(
-        &mut self,
-        rank: usize,
-        cached: &[BlockKey],
-        denied: &[BlockKey],
-        stats: &StreamStats,
-        op: &mut impl FnMut(Op),
-    ) {
-        let in_device = |(place, _): &&(Place, CopyCounts)| place.medium == Medium::Device;
-        let place = self.ranks[rank].groups.iter().find(in_device).map(|(place, _)| *place);
-        let place = place.unwrap_or(Place { medium: Medium::Device, group: 0 });
-        for key in cached {
-            if !self.ranks[rank].contains(*key) && self.take_up_key(rank, place, (*key, 1), stats, op) {
-                add(&stats.adopted, 1);
-            }
-        }
-        for key in denied {
-            if self.ranks[rank].unproven.contains(&key.0) {
-                self.withdraw(rank, *key, op);
-                add(&stats.withdrawn, 1);
-            }
-        }
-        stats.held.store(self.ranks[rank].entries() as u64, Ordering::Relaxed);
-    }
-
-    /// Takes back a key, however many copies it has in however many groups.
-    fn withdraw(&mut self, rank: usize, key: BlockKey, op: &mut impl FnMut(Op)) {
-        for group in 0..self.ranks[rank].groups.len() {
-            let cache = &mut self.ranks[rank];
-            if cache.groups[group].1.forget(key) {
-                cache.note(group, key);
-                self.last_copy(rank, group, key, op);
-            }
         }
     }
 }

@@ -69,6 +69,7 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
             .chain(&kv.adapters)
             .map(|(n, adapter)| (n.as_str().into(), adapter.clone()))
             .collect(),
+        only_model: facts.only_model().map(Into::into),
         chat_template: kv.chat_template.as_ref().map(|template| Arc::clone(&template.text)),
         chat_template_kwargs: kv.prompts.template_kwargs.clone(),
         add_bos: kv.prompts.add_bos,

@@ -2,8 +2,10 @@
 //! anyone holds it, without reading the rest.
 //!
 //! A long text begins with its first bytes. A long chat is cut inside the content of a message, closed again and
-//! rendered; what stands before the cut is taken. That a template treats the begin of a chat alike whatever follows is
-//! likely, not certain: so of such a glimpse only "nobody holds this" is believed, at the cost of a missed hit.
+//! rendered; what stands before the cut is taken. Templates look into what an assistant said (for the end of its
+//! thinking, which they take out), so nothing of a content is taken that may be an assistant's. That a template treats
+//! the begin of a chat alike whatever follows is likely, not certain: so of such a glimpse only "nobody holds this" is
+//! believed, at the cost of a missed hit.
 
 use super::Api;
 use super::body::BodyView;
@@ -79,6 +81,8 @@ fn closed(raw: &str) -> Option<String> {
             return None;
         }
     };
+    let message = raw[..begin].rfind("\"role\"").map_or(0, |at| at);
+    let cut = if may_be_assistants(&raw[message..begin]) { begin + 1 } else { cut };
     if raw[..cut].contains(MARKS[0]) {
         return None;
     }
@@ -90,12 +94,17 @@ fn closed(raw: &str) -> Option<String> {
     closed.extend(&ends[..ends.len() - 1]);
     // Templates ask where the last question stands; there is one behind the cut if the rest names a user at all.
     let asks = |text: &str| memchr::memmem::find(text.as_bytes(), b"\"user\"");
-    let message = raw[..begin].rfind("\"role\"").map_or(0, |at| at);
     if asks(&raw[message..begin]).is_none() && asks(&raw[cut..]).is_some() {
         closed.push_str(r#",{"role":"user","content":"?"}"#);
     }
     closed.push(']');
     Some(closed)
+}
+
+/// Whether a content is or may be an assistant's, by what stands between the last role named before it and itself: a role
+/// may also stand behind its content, and then the last one before it is another message's.
+fn may_be_assistants(from_role: &str) -> bool {
+    !from_role.starts_with("\"role\"") || from_role.contains('}') || from_role.contains("\"assistant\"")
 }
 
 /// Whether the text that follows is a message's content, or the text of a part of it.
@@ -125,7 +134,19 @@ mod tests {
             assert!(closed.ends_with(&ends), "{}", &closed[closed.len() - 60..]);
             assert!(serde_json::from_str::<serde_json::Value>(&closed).is_ok());
             let cut = closed.find(MARKS[0]).unwrap();
-            assert!(raw.starts_with(&closed[..cut]) && cut >= GLIMPSE_BYTES);
+            assert!(raw.starts_with(&closed[..cut]));
+            assert!(cut >= GLIMPSE_BYTES || raw[..cut].ends_with("\"content\":\""), "{}", &closed[..cut]);
+        }
+        // Nothing is taken of what an assistant said, or may have said.
+        for raw in [
+            format!(r#"[{{"role":"assistant","content":"<think>{word}</think>"}},{{"role":"user","content":"x"}}]"#),
+            format!(r#"[{{"content":"<think>{word}</think>","role":"assistant"}},{{"role":"user","content":"x"}}]"#),
+            format!(
+                r#"[{{"role":"user","content":"x"}},{{"content":"<think>{word}","role":"assistant"}},{{"role":"user"}}]"#
+            ),
+        ] {
+            let closed = closed(&raw).unwrap();
+            assert!(!closed.contains("think"), "{closed}");
         }
         // What is no content is not cut, and a short list is not worth it.
         assert!(closed(&format!(r#"[{{"role":"user","name":"{word}"}}]"#)).is_none());

@@ -115,6 +115,8 @@ pub(super) struct Memory {
 
 /// Bytes that an empty memory costs, about.
 const FIXED_BYTES: usize = 1024;
+/// Bytes that a byte of what stands beside the messages takes once it is read, about.
+const FRAME_BYTES_A_BYTE: usize = 8;
 
 impl Memory {
     /// Nothing remembered; `start` is the state before the first byte.
@@ -142,8 +144,11 @@ impl Memory {
         let messages = self.raw.len() + self.messages.capacity() * 256;
         let excerpt = self.excerpt.as_ref().map_or(0, |e| e.text.capacity() + e.chosen.capacity() * 4);
         let marks = self.marks.capacity() * (size_of::<Mark>() + 4 * self.context.block_tokens.get() as usize);
+        // Tools and documents are kept as the template sees them, too: small values in tables.
+        let frame = if self.frame.is_some() { self.context.members.len() * FRAME_BYTES_A_BYTE } else { 0 };
         FIXED_BYTES
             + self.context.members.len()
+            + frame
             + self.raw.capacity()
             + messages
             + self.text.capacity()

@@ -17,6 +17,8 @@ pub const PREFIX_CACHE_BYTES: usize = 64 * 1024 * 1024;
 const STRIDE: usize = 2048;
 /// Bytes at the end of a remembered prompt that a new one may replace instead of standing beside it.
 const REPLACED_BYTES_MAX: usize = 4096;
+/// Memories given up that wait for someone to drop them.
+const GARBAGE_MAX: usize = 16;
 /// Part of the bound that one prompt may take; longer ones are not remembered.
 const LARGEST_PART: usize = 4;
 
@@ -251,8 +253,8 @@ impl PrefixCache {
         self.garbage.push(memory);
     }
 
-    /// Memories that were given up and take long to drop, for someone who has the time. Those that nobody takes are dropped
-    /// when the next are collected.
+    /// Memories that were given up and take long to drop, for someone who has the time. Beyond some that nobody takes they
+    /// are dropped when the next are collected.
     pub fn take_garbage(&mut self) -> Option<impl Send + use<>> {
         (!self.garbage.is_empty()).then(|| std::mem::take(&mut self.garbage))
     }
@@ -265,7 +267,9 @@ impl PrefixCache {
 
     /// Remembers a prompt.
     pub(super) fn put(&mut self, memory: Box<Memory>, strides: Strides) {
-        self.garbage.clear();
+        if self.garbage.len() > GARBAGE_MAX {
+            self.garbage.clear();
+        }
         let bytes = memory.bytes() + strides.len() * 24;
         if bytes > self.bytes_max / LARGEST_PART {
             self.garbage.push(memory);

@@ -81,7 +81,8 @@ fn message(random: &mut Random, role: &str, text: &str) -> serde_json::Value {
         }
         ("assistant", 1) => serde_json::json!({"role": role, "content": content, "reasoning_content": "let me see"}),
         ("assistant", 2) => {
-            serde_json::json!({"role": role, "content": format!("<think>\nhm\n</think>\n\n{content}")})
+            let thought = if random.below(2) == 0 { "hm" } else { content };
+            serde_json::json!({"role": role, "content": format!("<think>\n{thought}\n</think>\n\n{content}")})
         }
         ("user", 0) => serde_json::json!({"role": role, "content": format!("<tool_response>\n{content}")}),
         ("user", 1) => serde_json::json!({"role": role, "content": [{"type": "text", "text": content}]}),
@@ -180,7 +181,7 @@ fn a_glimpse_has_the_first_keys_of_the_whole() {
             }
         }
         eprintln!("{name}: {seen} glimpses, {wrong} of them wrong");
-        assert!(seen > 20 && wrong * 20 <= seen);
+        assert!(seen > 20 && wrong == 0);
     }
 }
 

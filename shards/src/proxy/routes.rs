@@ -238,7 +238,8 @@ impl Routes {
     }
 
     /// Among the services of the most specific host and path that have one for the request: that of the model in
-    /// `X-Model`, else of the body's, else the one for any model.
+    /// `X-Model`, else of the body's, else the one for any model. A request that names none, as SGLang's `/generate`
+    /// never does, is also for the only service there is.
     fn find<'a>(
         &self,
         listen: SocketAddr,
@@ -267,7 +268,12 @@ impl Routes {
                 of(Some((*by_body.get_or_init(&body_model))?))
             };
             let of_header = by_header.and_then(|model| of(Some(model)));
-            if let Some(local) = of_header.or_else(of_body).or_else(|| of(None)) {
+            let only = || {
+                let is_only = group.clone().nth(1).is_none();
+                let names_none = by_header.is_none() && by_body.get_or_init(&body_model).is_none();
+                (is_only && names_none).then_some(first)
+            };
+            if let Some(local) = of_header.or_else(of_body).or_else(|| of(None)).or_else(only) {
                 return Pick::Service(Rc::clone(local));
             }
             while rest.next_if(same_place).is_some() {}
@@ -357,6 +363,10 @@ mod tests {
             (&models, Some("c"), other, "no c"),
             (&models, None, other, "no other"),
             (&models, None, "no JSON", "no "),
+            (&models[..1], None, "{}", "0"),
+            (&models[..1], None, other, "no other"),
+            (&models[..1], Some("c"), "{}", "no c"),
+            (&with_any[1..], None, "{}", "1"),
             (&with_any, Some("c"), a, "0"),
             (&with_any, Some("c"), other, "2"),
             (&with_any, None, "no JSON", "2"),

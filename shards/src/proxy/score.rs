@@ -431,8 +431,9 @@ impl<'a> Prompt<'a> {
     ) -> Result<Self, MissReason> {
         // The engine reads the body's model; the header only chooses the rule.
         let named = body.model.as_deref().or_else(|| request.model());
-        // `/generate` names none: then it is the rule's.
-        let model = named.or(service.model.as_deref()).ok_or(MissReason::ModelEmpty)?;
+        // `/generate` names none: then it is the rule's, or the only one that the engines serve.
+        let served = service.model.as_deref().or(kv.only_model.as_deref());
+        let model = named.or(served).ok_or(MissReason::ModelEmpty)?;
         let adapter = kv.adapters.get(model);
         let base = adapter.map_or(model, |adapter| &adapter.base);
         let model = models.lookup(base).ready()?;
@@ -553,10 +554,11 @@ impl Drop for Work<'_> {
         if let Some(job) = self.job.take() {
             let mut prefixes = self.means.prefixes.borrow_mut();
             job.remember(&mut prefixes);
-            if let Some(aside) = self.means.aside
-                && let Some(garbage) = prefixes.take_garbage()
-            {
-                aside.discard(garbage);
+            if let Some(garbage) = prefixes.take_garbage() {
+                match self.means.aside {
+                    Some(aside) => aside.discard(garbage),
+                    None => drop(garbage),
+                }
             }
         }
     }

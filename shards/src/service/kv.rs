@@ -31,6 +31,8 @@ pub struct KvExact {
     pub weights: MediumWeights,
     /// Adapters that the engines serve, by the name that requests ask for.
     pub adapters: HashMap<Box<str>, Adapter>,
+    /// The model that every endpoint serves, where it is the same one: that of requests that name none.
+    pub only_model: Option<Box<str>>,
     /// Chat template file's text that overrides the model's own (`kvChatTemplate`), if the rule names one.
     pub chat_template: Option<Arc<str>>,
     /// Template arguments the engines were started with (`kvChatTemplateKwargs`): a JSON object that has been checked.
@@ -81,6 +83,7 @@ impl KvExact {
             other_forms: Vec::new(),
             weights: MediumWeights::default(),
             adapters: HashMap::new(),
+            only_model: None,
             chat_template: None,
             chat_template_kwargs: None,
             add_bos: None,
