@@ -14,7 +14,7 @@ use shards::ids::{EndpointIndex, Rank, ServiceId, ShardId};
 use shards::inventory::{self, ReaderFactory};
 use shards::load::{LoadSlot, LoadTable};
 use shards::prompt::{Api, Entry, Job, Keying, Model, ModelTable, Rendering, Step};
-use shards::service::{self, Endpoint, KvExact, Service, ServiceShared, Tables, Target};
+use shards::service::{self, Endpoint, EndpointShared, KvExact, Service, ServiceShared, Tables, Target};
 use shards::shard::{Command, ShardHandle, ShardOptions, spawn};
 use support::*;
 

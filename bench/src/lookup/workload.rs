@@ -1,7 +1,6 @@
 //! What is stored and what decides, all drawn from one seed.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use shards::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, ServiceId, ShardId};
