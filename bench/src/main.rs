@@ -1,6 +1,7 @@
 //! Micro-benchmarks and side-by-side comparisons of kvlane. Every run prints its seed and setup with its figures.
 
 mod clock;
+mod dump;
 mod e2e;
 mod files;
 mod hash;
@@ -26,6 +27,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// How long a dump of an inventory holds it, and what that costs publishing.
+    Dump(dump::Args),
     /// CPU per request of kvlane, nginx and HAProxy, end to end.
     E2e(e2e::E2eArgs),
     /// Nanoseconds per block key.
@@ -58,6 +61,7 @@ enum Command {
 
 fn main() -> anyhow::Result<ExitCode> {
     match Cli::parse().command {
+        Command::Dump(args) => print!("{}", dump::run(&args)?),
         Command::E2e(args) => return e2e::main(&args),
         Command::Hash(args) => print!("{}", hash::run(&args)),
         Command::Ingest(args) => print!("{}", ingest::run(&args)?),

@@ -61,7 +61,8 @@ impl Rate {
     }
 }
 
-/// Lets a request through, or answers it; a change that went through is written down, without its body.
+/// Lets a request through, or answers it; every change that is asked for is written down with what became of it, without
+/// its body.
 pub(super) async fn guard(State(context): State<Context>, request: Request, next: Next) -> Response {
     if !context.rate.take(Instant::now()) {
         let mut response = refusal(StatusCode::TOO_MANY_REQUESTS, "too many requests to the management API");
@@ -70,16 +71,19 @@ pub(super) async fn guard(State(context): State<Context>, request: Request, next
     }
     let changes = !matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
     let tokens = context.access.as_ref().and_then(|access| access.tokens());
-    let who = match allowed(tokens.as_deref(), &request, changes) {
-        Ok(who) => who,
-        Err(response) => return *response,
-    };
+    let allowed = allowed(tokens.as_deref(), &request, changes);
     if !changes {
-        return next.run(request).await;
+        return match allowed {
+            Ok(_) => next.run(request).await,
+            Err(response) => *response,
+        };
     }
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let peer = request.extensions().get::<ConnectInfo<Peer>>().map(|ConnectInfo(Peer(address))| *address);
-    let response = next.run(request).await;
+    let (who, response) = match allowed {
+        Ok(who) => (who, next.run(request).await),
+        Err(response) => ("-".to_owned(), *response),
+    };
     let status = response.status().as_u16();
     info!(target: "kvlane::audit", %method, path, status, who, peer = ?peer, "management API");
     response

@@ -170,10 +170,13 @@ impl Page {
 fn each_key(readers: &ReaderFactory, endpoint: EndpointIndex, each: &mut dyn FnMut(u64)) {
     let reader = readers.reader();
     let segments = reader.enter().map_or(0, |guard| guard.segments());
+    // What is made of the keys is made outside the guard: a list that has to grow by megabytes would hold up publishing.
+    let mut part = Vec::new();
     for segment in 0..segments {
         if let Some(guard) = reader.enter() {
-            guard.segment_keys(segment, endpoint, &mut |key| each(key.0));
+            guard.segment_keys(segment, endpoint, &mut |key| part.push(key.0));
         }
+        part.drain(..).for_each(&mut *each);
     }
 }
 
@@ -199,6 +202,9 @@ fn error(status: StatusCode, text: String) -> Response {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+    use std::time::{Duration, Instant};
+
     use shards::ids::{BlockKey, Rank};
     use shards::inventory;
 
@@ -220,6 +226,52 @@ mod tests {
 
     fn wanted(limit: Option<usize>, after: Option<u64>) -> Wanted {
         Wanted { service: ServiceId(0), endpoint: 0, summary: false, limit, after }
+    }
+
+    /// Publishes in one dump that prove that it lets them through: with a guard held all along there could be two.
+    const PUBLISHES: u32 = 10;
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// `KVLANE_DUMP_KEYS` keys (1,000,000 by hand).
+    #[test]
+    fn while_a_dump_is_made_publishing_goes_on_and_no_held_key_is_missed() {
+        let keys = std::env::var("KVLANE_DUMP_KEYS").ok().and_then(|text| text.parse().ok()).unwrap_or(100_000);
+        let (found, mut writer) = found(keys);
+        // The number of the dump under way, 0 between two; and the most publishes that one of them has seen.
+        let (dump, most, stop) = (AtomicU32::new(0), AtomicU32::new(0), AtomicBool::new(false));
+        let (dump, most, stop) = (&dump, &most, &stop);
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let holder = writer.add_holder(EndpointIndex(1), Rank(0)).expect("room");
+                let (mut seen, mut count) = (0, 0);
+                for key in 0.. {
+                    let before = dump.load(Ordering::SeqCst);
+                    writer.store(BlockKey(key % 1024), holder);
+                    let published = writer.try_publish();
+                    if stop.load(Ordering::SeqCst) {
+                        break;
+                    }
+                    if published && before != 0 && before == dump.load(Ordering::SeqCst) {
+                        count = if before == seen { count + 1 } else { 1 };
+                        seen = before;
+                        most.fetch_max(count, Ordering::SeqCst);
+                    }
+                }
+            });
+            let deadline = Instant::now() + PATIENCE;
+            for number in 1.. {
+                dump.store(number, Ordering::SeqCst);
+                let page = Page::of(&found, &wanted(None, None));
+                dump.store(0, Ordering::SeqCst);
+                assert_eq!(page.keys.len() as u64, keys, "every key that is held all along, and each once");
+                if most.load(Ordering::SeqCst) >= PUBLISHES || Instant::now() >= deadline {
+                    break;
+                }
+            }
+            stop.store(true, Ordering::SeqCst);
+        });
+        let most = most.load(Ordering::SeqCst);
+        assert!(most >= PUBLISHES, "{most} publishes during a dump of {keys} keys");
     }
 
     #[test]

@@ -150,11 +150,13 @@ fn each_endpoint(view: &View) -> impl Iterator<Item = (Labels, &Endpoint)> {
 
 fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std::fmt::Result {
     type Read = fn(&EndpointStats) -> &AtomicU64;
-    let counters: [(&str, &str, Read); 12] = [
+    let counters: [(&str, &str, Read); 14] = [
         ("loxilb_pd_kv_tier15_hits", "Requests sent to the endpoint with the longest cached prefix", |s| &s.hits),
         ("loxilb_pd_kv_tier15_spills", "Hits that an overloaded winner gave to this endpoint", |s| &s.spills),
         ("loxilb_pd_kv_tier15_cold_seeds", "Hits given to this endpoint because it was cold", |s| &s.cold_seeds),
         ("kvlane_endpoint_requests", "Requests sent to the endpoint", |s| &s.requests),
+        ("kvlane_endpoint_request_bytes", "Bytes of requests that the endpoint answered", |s| &s.bytes_in),
+        ("kvlane_endpoint_answer_bytes", "Bytes of the endpoint's answers that were passed on", |s| &s.bytes_out),
         ("kvlane_endpoint_hit_tokens", "Prompt tokens predicted to hit at the endpoint", |s| &s.hit_tokens),
         ("kvlane_endpoint_connect_failures", "Connects refused or timed out", |s| &s.connect_failures),
         ("loxilb_pd_cb_flips", "Times the breaker opened", |s| &s.trips),

@@ -58,13 +58,16 @@ fn show(operation: &Operation) -> Value {
             json!({"description": "A text", "content": {"application/openmetrics-text": {"schema": {"type": "string"}}}})
         }
     };
-    let error = json!({"description": "Refused", "content": {"application/json": {"schema": reference("Error")}}});
+    let refusal = |description: &str| json!({"description": description, "content": {"application/json": {"schema": reference("Error")}}});
     let mut value = json!({
         "summary": operation.summary,
         "operationId": operation_id(operation),
         "parameters": path.chain(query).collect::<Vec<_>>(),
-        "responses": {"200": answer, "default": error},
+        "responses": {"200": answer, "default": refusal("Refused")},
     });
+    if let Some(when) = operation.unavailable {
+        value["responses"]["503"] = refusal(when);
+    }
     if let Some(body) = operation.body {
         value["requestBody"] = json!({"required": true, "content": {"application/json": {"schema": reference(body)}}});
     }
@@ -87,7 +90,7 @@ fn list_of(items: Value) -> Value {
 fn schemas() -> Value {
     let (text, int, flag) = (json!({"type": "string"}), json!({"type": "integer"}), json!({"type": "boolean"}));
     let texts = list_of(text.clone());
-    let rule = object(
+    let mut rule = object(
         json!({
             "serviceArguments": options(table::SERVICE, &["externalIP", "port"]),
             "endpoints": {"type": "array", "items": options(table::ENDPOINT, &["endpointIP", "targetPort"])},
@@ -96,6 +99,7 @@ fn schemas() -> Value {
         }),
         &["serviceArguments", "endpoints"],
     );
+    rule["examples"] = examples();
     json!({
         "Anything": {},
         "Success": object(json!({"result": {"type": "string"}, "warnings": texts}), &["result"]),
@@ -110,8 +114,10 @@ fn schemas() -> Value {
             "operatingStatus": {"type": "string", "enum": ["ONLINE", "OFFLINE", "DEGRADED", "ERROR", "NO_MONITOR"]},
             "lastUpdated": text,
         }), &["adminStateUp", "operatingStatus", "lastUpdated"]),
-        "LoadbalanceStats": object(json!({"activeConnections": int, "totalConnections": int}),
-            &["activeConnections", "totalConnections"]),
+        "LoadbalanceStats": object(
+            json!({"activeConnections": int, "bytesIn": int, "bytesOut": int, "totalConnections": int}),
+            &["activeConnections", "bytesIn", "bytesOut", "totalConnections"],
+        ),
         "Inventory": object(json!({
             "service_id": int, "ep_idx": int, "hash_algo": text, "total": int, "next_cursor": text,
             "blocks": list_of(object(json!({"block_idx": int, "hash_uint64": int}), &["block_idx", "hash_uint64"])),
@@ -145,6 +151,27 @@ fn schemas() -> Value {
     })
 }
 
+/// Rules as people write them: prefill and decode pools, and a single pool.
+fn examples() -> Value {
+    let endpoint = |host: u8, role: u8| json!({"endpointIP": format!("192.168.80.{host}"), "targetPort": 8080, "weight": 1, "ep_role": role});
+    json!([
+        {
+            "serviceArguments": {
+                "externalIP": "127.0.0.1", "port": 8080, "protocol": "tcp", "sel": 0, "mode": 4, "pd_disagg_mode": true,
+                "kvExactMode": 1, "kvZmqPort": 5557, "kvHashAlgo": "sha256_cbor", "kvWarmupSec": 30, "kvBlockSize": 16
+            },
+            "endpoints": [endpoint(10, 1), endpoint(11, 2)],
+        },
+        {
+            "serviceArguments": {
+                "externalIP": "127.0.0.1", "port": 9090, "protocol": "tcp", "sel": 0, "mode": 4, "kvExactMode": 3,
+                "kvEngineType": "sglang", "kvDpRankCount": 3, "kvZmqPort": 5561, "kvWarmupSec": 30, "kvBlockSize": 16
+            },
+            "endpoints": [endpoint(12, 0), endpoint(13, 0)],
+        },
+    ])
+}
+
 /// The schema of a table of options.
 fn options(options: &[Member], required: &[&str]) -> Value {
     let property = |option: &Member| (option.name.to_owned(), schema(option));
@@ -162,4 +189,20 @@ fn schema(option: &Member) -> Value {
     };
     schema["description"] = json!(option.says);
     schema
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fields::from_json;
+    use crate::rules::{KvDefaults, check_request};
+
+    #[test]
+    fn the_rules_that_stand_as_examples_can_be_posted() {
+        for example in examples().as_array().expect("a list") {
+            let node = from_json(example.to_string().as_bytes()).expect("JSON");
+            let (_, warnings) = check_request(&node, &KvDefaults::default()).expect("a rule");
+            assert!(warnings.is_empty(), "{warnings:?}");
+        }
+    }
 }

@@ -23,6 +23,8 @@ pub(super) struct Operation {
     pub(super) body: Option<&'static str>,
     /// The schema of its answer with status 200; none for a text.
     pub(super) answer: Option<&'static str>,
+    /// When it is answered 503.
+    pub(super) unavailable: Option<&'static str>,
     /// What carries it out.
     pub(super) route: MethodRouter<Context>,
 }
@@ -44,6 +46,9 @@ const fn needed(name: &'static str, kind: &'static str, says: &'static str) -> Q
     Query { name, kind, required: true, says }
 }
 
+/// When a change of rules is answered 503.
+const UNCONFIRMED: &str = "A shard did not confirm the change in time, or it could not be kept: nothing was changed";
+
 /// What tells rules of one address apart.
 const RULE: &[Query] = &[
     query("block", "integer", "The rule's block"),
@@ -55,7 +60,16 @@ const RULE: &[Query] = &[
 
 impl Operation {
     fn new(method: &'static str, path: &'static str, route: MethodRouter<Context>) -> Self {
-        Operation { method, path, summary: "", query: &[], body: None, answer: Some("Success"), route }
+        Operation {
+            method,
+            path,
+            summary: "",
+            query: &[],
+            body: None,
+            answer: Some("Success"),
+            unavailable: None,
+            route,
+        }
     }
 
     fn says(mut self, summary: &'static str) -> Self {
@@ -75,6 +89,11 @@ impl Operation {
 
     fn answers(mut self, answer: &'static str) -> Self {
         self.answer = Some(answer);
+        self
+    }
+
+    fn unavailable(mut self, when: &'static str) -> Self {
+        self.unavailable = Some(when);
         self
     }
 
@@ -110,14 +129,19 @@ fn of_rules() -> Vec<Operation> {
     vec![
         writes("/config/loadbalancer", post::create)
             .takes("LoadbalanceEntry")
-            .says("Make or change a rule (oper 0), attach endpoints (1), or detach them (2)"),
+            .says("Make or change a rule (oper 0), attach endpoints (1), or detach them (2)")
+            .unavailable(UNCONFIRMED),
         reads("/config/loadbalancer", rules::list).answers("LoadbalanceList").says("Every rule"),
         reads("/config/loadbalancer/all", rules::list).answers("LoadbalanceList").says("Every rule"),
-        removes("/config/loadbalancer/all", rules::delete_all).says("Remove every rule but the configuration file's"),
+        removes("/config/loadbalancer/all", rules::delete_all)
+            .says("Remove every rule but the configuration file's")
+            .unavailable(UNCONFIRMED),
         reads("/config/loadbalancer/name/{lb_name}", rules::get_name)
             .answers("LoadbalanceList")
             .says("The rules of a name"),
-        removes("/config/loadbalancer/name/{lb_name}", rules::delete_name).says("Remove the rules of a name"),
+        removes("/config/loadbalancer/name/{lb_name}", rules::delete_name)
+            .says("Remove the rules of a name")
+            .unavailable(UNCONFIRMED),
         reads("/config/loadbalancer/id/{id}", rules::get_id).answers("LoadbalanceEntry").says("The rule of an id"),
     ]
 }
@@ -134,7 +158,7 @@ fn of_named_rules() -> Vec<Operation> {
     let mut all = Vec::new();
     for path in FORMS {
         all.push(reads(path, rules::get_key).asks(RULE).answers("LoadbalanceEntry").says("One rule"));
-        all.push(removes(path, rules::delete_key).asks(RULE).says("Remove a rule"));
+        all.push(removes(path, rules::delete_key).asks(RULE).says("Remove a rule").unavailable(UNCONFIRMED));
     }
     all.push(
         Operation::new("patch", PLAIN, patch(rules::patch))
@@ -216,7 +240,10 @@ fn of_hosts() -> Vec<Operation> {
 fn of_the_process() -> Vec<Operation> {
     const MODE: &[Query] = &[query("mode", "string", "dry-run or commit")];
     vec![
-        reads("/metrics", metrics::scrape).answers_text().says("Metrics in the text format of Prometheus"),
+        reads("/metrics", metrics::scrape)
+            .answers_text()
+            .says("Metrics in the text format of Prometheus")
+            .unavailable("They are switched off: POST /config/metrics"),
         reads("/config/metrics", settings::metrics).answers("MetricsSetting").says("Whether metrics are shown"),
         writes("/config/metrics", settings::set_metrics).takes("MetricsSetting").says("Show metrics or not"),
         removes("/config/metrics", settings::hide_metrics).says("Show no metrics"),
@@ -230,7 +257,8 @@ fn of_the_process() -> Vec<Operation> {
         .asks(MODE)
         .takes("Snapshot")
         .answers("Restored")
-        .says("Make the rules of the API those of a document, all or none"),
+        .says("Make the rules of the API those of a document, all or none")
+        .unavailable(UNCONFIRMED),
         writes("/config/persist", snapshot::persist).says("See to it that rules outlive the process"),
         reads("/status/ready", status::ready).answers("Ready").says("What could take requests now"),
         reads("/status/capabilities", status::capabilities)

@@ -1,12 +1,14 @@
 //! Load-balancer rules as they stand: shown, counted, removed. Making and changing them is [`super::post`].
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
+use shards::service::{EndpointShared, EndpointStats};
 
 use crate::rules::{RuleKey, readback};
 use crate::supervise::{Entry, Selector};
@@ -22,6 +24,12 @@ use super::time::rfc3339;
 pub(super) fn shown(entry: &Entry) -> Value {
     let up: Vec<bool> = entry.in_rule().map(|place| place.address.is_some() && place.shared.is_up()).collect();
     let mut value = readback(&entry.rule, entry.id, &up);
+    for (endpoint, place) in value["endpoints"].as_array_mut().into_iter().flatten().zip(entry.in_rule()) {
+        let of = |read: fn(&EndpointStats) -> &AtomicU64| counted(&place.shared, read);
+        let bytes = of(|stats| &stats.bytes_in) + of(|stats| &stats.bytes_out);
+        // The reference has packets before the colon; here they are requests.
+        endpoint["counter"] = json!(format!("{}:{bytes}", of(|stats| &stats.requests)));
+    }
     value["serviceArguments"]["id"] = json!(*entry.uuid);
     value["serviceArguments"]["source"] = json!(if entry.origin.is_file() { "file" } else { "api" });
     if !is_held(entry.rule.key.ip) {
@@ -93,15 +101,24 @@ fn operating_status(entry: &Entry) -> &'static str {
     }
 }
 
+/// What a rule has had to do, endpoints that have left it included.
 pub(super) async fn stats(State(context): State<Context>, path: Taken<Names>, Asked(query): Asked) -> Response {
     answer(named(path, &query).and_then(|key| find(&context, &key)).map(|entry| {
-        let endpoints = || entry.service.endpoints.iter().map(|endpoint| &endpoint.shared);
-        let active: u64 =
-            endpoints().map(|shared| u64::from(context.control.loads.total(shared.slot).requests())).sum();
-        let total: u64 =
-            endpoints().flat_map(|shared| &shared.stats).map(|row| super::metrics::read(&row.requests)).sum();
-        json!({"activeConnections": active, "totalConnections": total})
+        let shared = || entry.places.iter().map(|place| &*place.shared);
+        let active: u64 = shared().map(|shared| u64::from(context.control.loads.total(shared.slot).requests())).sum();
+        let sum = |read: fn(&EndpointStats) -> &AtomicU64| shared().map(|shared| counted(shared, read)).sum::<u64>();
+        json!({
+            "activeConnections": active,
+            "bytesIn": sum(|stats| &stats.bytes_in),
+            "bytesOut": sum(|stats| &stats.bytes_out),
+            "totalConnections": sum(|stats| &stats.requests),
+        })
     }))
+}
+
+/// A counter of an endpoint over all shards.
+fn counted(shared: &EndpointShared, read: fn(&EndpointStats) -> &AtomicU64) -> u64 {
+    shared.stats.iter().map(|stats| super::metrics::read(read(stats))).sum()
 }
 
 pub(super) async fn delete_all(State(context): State<Context>) -> Response {

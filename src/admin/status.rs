@@ -15,12 +15,13 @@ use super::Context;
 pub(super) async fn ready(State(context): State<Context>) -> Response {
     let view = context.control.view();
     let rules: Vec<Value> = view.entries.iter().map(|entry| rule(entry)).collect();
+    let waiting = view.kept.waiting.iter().map(|(rule, why)| json!({"rule": rule.to_string(), "why": why}));
     let shards: Vec<Value> = view.shards.iter().map(|shard| shard.report()).collect();
     Json(json!({
         "ready": view.is_ready(),
         "rules_kept": {
             "file": view.kept.file,
-            "waiting": view.kept.waiting.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            "waiting": waiting.collect::<Vec<_>>(),
             "damaged": view.kept.damaged,
         },
         "draining": view.draining,

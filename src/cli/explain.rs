@@ -20,6 +20,7 @@ use shards::service::{EndpointShared, MissReason, PathMatch, Service, ServiceSha
 
 use super::Outcome;
 use super::inquiry::{Gateway, keys_of};
+use super::manage::Credentials;
 use super::render::{Failure, REQUEST_BYTES_MAX};
 use crate::config::Config;
 use crate::discovery::{Call, ServiceFacts};
@@ -49,6 +50,9 @@ pub(super) struct ExplainArgs {
     /// Management API of a running gateway, such as http://127.0.0.1:11111, to ask who holds what.
     #[arg(long, value_name = "URL")]
     url: Option<String>,
+    /// How that gateway lets one in.
+    #[command(flatten)]
+    credentials: Credentials,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -99,6 +103,8 @@ pub(super) fn explain(args: &ExplainArgs) -> Outcome {
 }
 
 fn story(args: &ExplainArgs) -> Result<Story, Failure> {
+    let gateway = args.url.as_deref().map(|url| Gateway::at(url, &args.credentials)).transpose();
+    let gateway = gateway.map_err(|why| Failure::Usage(format!("--url: {why}")))?;
     let listed = |problems: &[crate::fields::Problem]| {
         problems.iter().map(|problem| format!("environment: {problem}")).collect::<Vec<_>>().join("\n")
     };
@@ -116,8 +122,8 @@ fn story(args: &ExplainArgs) -> Result<Story, Failure> {
     let runtime = runtime.map_err(|error| Failure::No(format!("no runtime: {error}")))?;
     let Prompted { prompt, keys, engine } =
         runtime.block_on(prompt_of(args, &config, &service, &model, &body, &view))?;
-    let overlaps = match &args.url {
-        Some(url) => Some(overlaps(url, &rule, &service.compiled, &keys)?),
+    let overlaps = match &gateway {
+        Some(gateway) => Some(overlaps(gateway, &rule, &service.compiled, &keys)?),
         None => None,
     };
     let decision = decision(&service.compiled, &prompt, overlaps.as_deref());
@@ -306,8 +312,7 @@ async fn told_ids(
 }
 
 /// Asks the gateway what each endpoint holds, and brings the service's endpoints to the state it tells.
-fn overlaps(url: &str, rule: &Rule, service: &Service, keys: &[BlockKey]) -> Result<Vec<Overlap>, Failure> {
-    let gateway = Gateway::at(url).map_err(|why| Failure::Usage(format!("--url {why}")))?;
+fn overlaps(gateway: &Gateway, rule: &Rule, service: &Service, keys: &[BlockKey]) -> Result<Vec<Overlap>, Failure> {
     let told = gateway.rule(rule).map_err(Failure::No)?;
     let mut overlaps = Vec::new();
     for (index, endpoint) in rule.endpoints.iter().enumerate() {

@@ -7,10 +7,10 @@ use shards::ids::BlockKey;
 use shards::prompt::{Api, Job, Keying, Model, Rendering, Step};
 use shards::service::MissReason;
 
-use super::manage::Client;
+use super::manage::{Client, Credentials};
 use crate::rules::Rule;
 
-/// A gateway's management API, asked without a word of who asks.
+/// A gateway's management API.
 pub(super) struct Gateway {
     /// As it was given.
     pub url: String,
@@ -27,8 +27,8 @@ pub(super) struct Told {
 
 impl Gateway {
     /// A gateway by its address: `http://HOST:PORT`, `https://HOST:PORT`, or without a scheme.
-    pub fn at(url: &str) -> Result<Self, String> {
-        let client = Client::at(url).map_err(|why| why.to_string())?;
+    pub fn at(url: &str, credentials: &Credentials) -> Result<Self, String> {
+        let client = Client::at(url, credentials).map_err(|why| why.to_string())?;
         Ok(Gateway { url: url.to_owned(), client })
     }
 

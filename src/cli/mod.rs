@@ -18,7 +18,7 @@ mod token;
 
 use std::ffi::OsString;
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
@@ -83,8 +83,15 @@ enum Command {
         /// The shell.
         shell: clap_complete::Shell,
     },
-    /// Print the man page.
-    Man,
+    /// Print a man page, or write all of them.
+    Man {
+        /// The command whose page is printed, such as create lb; without one, kvlane's own.
+        #[arg(value_name = "COMMAND")]
+        of: Vec<String>,
+        /// Write the pages of all commands into this directory instead.
+        #[arg(long, value_name = "DIR", conflicts_with = "of")]
+        directory: Option<PathBuf>,
+    },
 }
 
 /// How a command ended.
@@ -124,7 +131,7 @@ pub fn main_from(args: impl Iterator<Item = OsString>) -> ExitCode {
             Command::Apply(arguments) => manage::apply(&arguments),
             Command::Token(arguments) => token::token(&arguments),
             Command::Completions { shell } => completions(shell),
-            Command::Man => man(),
+            Command::Man { of, directory } => man(&of, directory.as_deref()),
         },
         Err(error) => {
             // Help and version come this way too; if they cannot be printed there is nobody to tell.
@@ -150,9 +157,29 @@ fn completions(shell: clap_complete::Shell) -> Outcome {
     print_line(String::from_utf8_lossy(&text).trim_end())
 }
 
-fn man() -> Outcome {
+fn man(of: &[String], directory: Option<&Path>) -> Outcome {
+    if let Some(directory) = directory {
+        let written =
+            std::fs::create_dir_all(directory).and_then(|()| clap_mangen::generate_to(Arguments::command(), directory));
+        return written.map_or_else(
+            |why| {
+                eprintln!("kvlane man: {}: {why}", directory.display());
+                Outcome::No
+            },
+            |()| Outcome::Right,
+        );
+    }
+    let mut command = Arguments::command().disable_help_subcommand(true);
+    command.build();
+    for name in of {
+        let Some(found) = command.find_subcommand(name) else {
+            eprintln!("kvlane man: {} has no command {name:?}", command.get_bin_name().unwrap_or("kvlane"));
+            return Outcome::Usage;
+        };
+        command = found.clone();
+    }
     let mut text = Vec::new();
-    match clap_mangen::Man::new(Arguments::command()).render(&mut text) {
+    match clap_mangen::Man::new(command).render(&mut text) {
         Ok(()) => print_line(String::from_utf8_lossy(&text).trim_end()),
         Err(_) => Outcome::No,
     }

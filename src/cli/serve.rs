@@ -180,7 +180,7 @@ pub async fn run(
         supervisor.run(std::future::ready(())).await;
         bail!("{}", failures.join("\n"));
     }
-    supervisor.take_up(&config.kv_defaults, patience).await;
+    supervisor.take_up(patience).await;
     let control = supervisor.control();
     let reached = Ready { admin: api.address(), metrics: metrics.as_ref().map(Door::address) };
     let mut doors = JoinSet::new();

@@ -117,7 +117,7 @@ impl Contexts {
         socket.set_maxmsgsize(MESSAGE_BYTES_MAX)?;
         socket.set_linger(0)?;
         socket.set_ipv6(address.contains('['))?;
-        let watched = [
+        let events = [
             SocketEvent::CONNECTED,
             SocketEvent::ACCEPTED,
             SocketEvent::HANDSHAKE_SUCCEEDED,
@@ -126,15 +126,30 @@ impl Contexts {
         ];
         self.monitors += 1;
         let inproc = format!("inproc://monitor-{}", self.monitors);
-        socket.monitor(&inproc, watched.map(|event| i32::from(event.to_raw())).iter().sum())?;
+        socket.monitor(&inproc, events.map(|event| i32::from(event.to_raw())).iter().sum())?;
         let monitor = context.socket(SocketType::PAIR)?;
         monitor.set_linger(0)?;
         monitor.connect(&inproc)?;
+        let watched = Watched { socket, monitor, context: users };
+        let socket = &watched.socket;
         // The binding panics at error numbers it has no name for, and an address can lead to any of them.
         let opened =
             catch_unwind(AssertUnwindSafe(|| if bind { socket.bind(address) } else { socket.connect(address) }));
         opened.map_err(|_| Error::Unknown)??;
-        Ok(Watched { socket, monitor, context: users })
+        Ok(watched)
+    }
+}
+
+/// Where a socket's monitor is sent that nobody reads any more.
+const UNWATCHED: &str = "inproc://unwatched";
+
+impl Drop for Watched {
+    /// Ends the monitor before its reading end goes: the library's I/O thread tells of a connection with a send that waits
+    /// for a reader, so an event that comes in between would stop the thread for ever, and every stream of the context
+    /// with it (libzmq 4.3.4: once in some ten thousand streams).
+    fn drop(&mut self) {
+        // The old monitor is gone whether or not there can be a new one, which hears of nothing.
+        let _ = self.socket.monitor(UNWATCHED, 0);
     }
 }
 
@@ -216,5 +231,53 @@ impl Frames {
     fn with<'a>(&'a self, read: impl FnOnce(&[&'a [u8]]) -> Framed<'a>) -> Framed<'a> {
         let parts = self.parts.each_ref().map(|part| &part[..]);
         parts.get(..self.count).map_or(Framed::Malformed, read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    /// Streams that are closed while something happens to their connection.
+    const CLOSED: u64 = 2_000;
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// A stream, as soon as those that were closed have given their sockets back.
+    fn open(contexts: &mut Contexts, address: &str) -> Watched {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match contexts.subscriber(address, false) {
+                Ok(stream) => return stream,
+                Err(error) => assert!(Instant::now() < deadline, "{error}: closed streams keep their sockets"),
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn streams_closed_while_their_connections_come_and_go_do_not_stop_their_context() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = format!("tcp://{}", listener.local_addr().expect("bound"));
+        // Every connection ends at once.
+        std::thread::spawn(move || listener.incoming().for_each(drop));
+        let mut contexts = Contexts::default();
+        for number in 0..CLOSED {
+            let stream = open(&mut contexts, &address);
+            // At another moment of its connection each time.
+            let until = Instant::now() + Duration::from_micros(number % 300);
+            while Instant::now() < until {
+                std::hint::spin_loop();
+            }
+            drop(stream);
+        }
+        let stream = open(&mut contexts, &address);
+        let deadline = Instant::now() + PATIENCE;
+        while !matches!(stream.link(), Some(Link::Opened(_))) {
+            assert!(Instant::now() < deadline, "the context's thread stands still");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }

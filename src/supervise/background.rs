@@ -153,7 +153,7 @@ async fn resolve_all(control: Control) {
                 continue;
             }
             let known: Vec<Option<SocketAddr>> = entry.in_rule().map(|place| place.address).collect();
-            let found = resolve::resolve(&entry.rule, &known).await;
+            let found = resolve::resolve(&entry.rule, &known, resolve::TIMEOUT).await;
             // A name that cannot be resolved just now keeps the address it had: the name server may be away.
             let addresses: Vec<_> = found.iter().zip(&known).map(|(found, known)| found.or(*known)).collect();
             if addresses != known {

@@ -14,10 +14,19 @@ use tracing::{error, info};
 use crate::rules::{Rule, RuleKey};
 
 use super::registry::{Events, Prepared};
-use super::{ApplyError, Entry, Listeners, Origin, RegistryError, Selector, Supervisor, resolve, sockets};
+use super::{
+    ApplyError, CONFIRM_TIMEOUT, Entry, Listeners, Origin, RegistryError, Selector, Supervisor, resolve, sockets,
+};
 
 /// Pause before a busy address is tried again.
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
+
+/// Longest time from the beginning of a change until the last shard has confirmed it.
+const CHANGE_MAX: Duration = CONFIRM_TIMEOUT;
+/// What shards have of it at least, however long names and the disk took.
+const CONFIRM_MIN: Duration = Duration::from_millis(200);
+/// Longest wait for the addresses of new names. What comes later is taken up when names are resolved the next time.
+const RESOLVE_MAX: Duration = Duration::from_millis(400);
 
 /// What a change is about.
 #[derive(Default)]
@@ -158,6 +167,7 @@ impl Supervisor {
         if change.put.is_empty() && change.drop.is_empty() {
             return Ok(());
         }
+        let until = Instant::now() + CHANGE_MAX;
         let mut prepared = Vec::with_capacity(change.put.len());
         for (rule, origin) in change.put {
             match self.prepare(rule, origin, &change.drop).await {
@@ -169,8 +179,8 @@ impl Supervisor {
             }
         }
         let entries = self.registry.with(&change.drop, prepared.iter().map(|one| &one.entry));
-        if let Err(error) = self.switch_to(&entries).await {
-            self.registry.abandon(prepared);
+        if let Err(error) = self.switch_to(&entries, until).await {
+            self.undo(prepared).await;
             return Err(error);
         }
         self.commit(entries, prepared, &change.drop).await;
@@ -182,27 +192,31 @@ impl Supervisor {
         let known: Vec<Option<SocketAddr>> = old
             .map(|entry| rule.endpoints.iter().map(|endpoint| entry.address_of(&endpoint.identity())).collect())
             .unwrap_or_default();
-        let addresses = resolve::resolve(&rule, &known).await;
+        let addresses = resolve::resolve(&rule, &known, RESOLVE_MAX).await;
         if let Some(address) = resolve::collision(&addresses) {
             return Err(ApplyError::Collision(address));
         }
         Ok(self.registry.prepare(rule, origin, &addresses, dropped)?)
     }
 
-    /// Keeps the entries over a restart, binds what they need and hands them to the shards; on failure all is as before.
-    async fn switch_to(&mut self, entries: &[Arc<Entry>]) -> Result<(), ApplyError> {
+    /// Keeps the entries over a restart, binds what they need and hands them to the shards; on failure shards and sockets are
+    /// as before.
+    async fn switch_to(&mut self, entries: &[Arc<Entry>], until: Instant) -> Result<(), ApplyError> {
         let sockets = self.bind(entries)?;
         self.keep(entries).await?;
-        let result = self.switch_shards(entries, &sockets).await;
-        if result.is_err() {
-            let before = self.registry.entries().to_vec();
-            if let Err(error) = self.keep(&before).await {
-                error!(%error, "the state file has a change that was refused: it is in force after a restart");
-            }
-        }
+        let result = self.switch_shards(entries, &sockets, until.max(Instant::now() + CONFIRM_MIN)).await;
         result?;
         self.listeners.extend(sockets);
         Ok(())
+    }
+
+    /// Gives back what was prepared for a change that failed, in the state file too.
+    async fn undo(&mut self, prepared: Vec<Prepared>) {
+        self.registry.abandon(prepared);
+        let entries = self.registry.entries().to_vec();
+        if let Err(error) = self.keep(&entries).await {
+            error!(%error, "the state file may have a change that was refused: it is in force after a restart");
+        }
     }
 
     /// Sockets for the addresses that nobody listens at yet.
@@ -218,14 +232,16 @@ impl Supervisor {
         Ok(sockets)
     }
 
-    async fn switch_shards(&mut self, entries: &[Arc<Entry>], sockets: &Listeners) -> Result<(), ApplyError> {
-        self.hand_out(entries).await?;
+    async fn switch_shards(
+        &mut self,
+        entries: &[Arc<Entry>],
+        sockets: &Listeners,
+        until: Instant,
+    ) -> Result<(), ApplyError> {
+        self.hand_out(entries, until).await?;
         for (listen, ours) in sockets {
-            if let Err(error) = self.parts.shards.listen(*listen, ours).await {
-                for listen in sockets.keys() {
-                    self.parts.shards.unlisten(*listen).await;
-                }
-                self.hand_out(self.registry.entries()).await?;
+            if let Err(error) = self.parts.shards.listen(*listen, ours, until).await {
+                self.take_back(sockets.keys().copied());
                 return Err(error.into());
             }
         }

@@ -5,14 +5,16 @@
 //! not what was written (its digest says so) is moved aside and never half used.
 //!
 //! Besides rules made over the API it holds the numbers and ids of all rules, so that they stay what they were.
+//!
+//! A rule that cannot be put in force waits: it stays in the file, and is tried again every [`RETRY_PERIOD`].
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -22,7 +24,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::durable;
 use crate::fields::{Problem, from_json};
-use crate::rules::{KvDefaults, PathMatchMode, RuleKey, check_request};
+use crate::rules::{KvDefaults, PathMatchMode, Rule, RuleKey, check_request};
 
 use super::registry::Remembered;
 use super::{Entry, Origin, Supervisor};
@@ -31,6 +33,10 @@ use super::{Entry, Origin, Supervisor};
 const FILE: &str = "rules.json";
 /// The first word of the file and the version of its format.
 const MAGIC: &str = "kvlane-rules 1";
+/// How often rules that wait are tried again: a busy port may be free by then.
+const RETRY_PERIOD: Duration = Duration::from_secs(5);
+/// Rules that are tried in one go. The others have their turn the next time.
+const RETRIES_MAX: usize = 16;
 /// Largest file that is read, bytes: 8,192 endpoints with long texts need a tenth. A larger one counts as damaged.
 const BYTES_MAX: u64 = 256 << 20;
 
@@ -116,11 +122,33 @@ pub(super) struct Store {
     path: Option<PathBuf>,
     /// What the file has now.
     written: Option<Vec<u8>>,
-    /// Rules of the API that are not in force, by the file's order: not yet, or because something refused them. They stay
-    /// in the file until they are deleted or made anew.
-    waiting: Vec<KeptRule>,
+    /// Rules of the API that are not in force, those first that are tried next. They stay in the file until they are
+    /// deleted or made anew.
+    waiting: Vec<Waiting>,
+    /// When rules that wait are tried again.
+    retry_at: Option<Instant>,
     /// Where a damaged file was put.
     damaged: Option<PathBuf>,
+}
+
+/// A rule that the file has and that is not in force.
+#[derive(Clone, Debug)]
+struct Waiting {
+    rule: KeptRule,
+    /// Why not; empty while it was not tried.
+    why: String,
+    /// Its body itself is refused, which no waiting changes.
+    is_refused: bool,
+}
+
+impl Waiting {
+    fn new(rule: KeptRule) -> Self {
+        Waiting { rule, why: String::new(), is_refused: false }
+    }
+
+    fn key(&self) -> RuleKey {
+        self.rule.key.key()
+    }
 }
 
 /// What of the state file an operator should know.
@@ -128,8 +156,8 @@ pub(super) struct Store {
 pub struct KeptReport {
     /// The file; none without `[state] directory`: rules of the API end with the process.
     pub file: Option<PathBuf>,
-    /// Rules that the file has and that could not be put in force.
-    pub waiting: Vec<RuleKey>,
+    /// Rules that the file has and that could not be put in force, each with the reason; they are tried again every 5 s.
+    pub waiting: Vec<(RuleKey, String)>,
     /// Where a file was put that could not be read.
     pub damaged: Option<PathBuf>,
 }
@@ -155,14 +183,14 @@ impl Store {
             (rule.key.key(), Remembered { id: ServiceId(rule.service_id), uuid: Arc::from(rule.id.as_str()) })
         };
         let remembered = content.rules.iter().map(remember).collect();
-        store.waiting = content.rules.into_iter().filter(|rule| rule.body.is_some()).collect();
+        store.waiting = content.rules.into_iter().filter(|rule| rule.body.is_some()).map(Waiting::new).collect();
         (store, content.next, remembered)
     }
 
     fn report(&self) -> KeptReport {
         KeptReport {
             file: self.path.clone(),
-            waiting: self.waiting.iter().map(|rule| rule.key.key()).collect(),
+            waiting: self.waiting.iter().map(|waiting| (waiting.key(), waiting.why.clone())).collect(),
             damaged: self.damaged.clone(),
         }
     }
@@ -171,7 +199,7 @@ impl Store {
     fn content(&self, entries: &[Arc<Entry>], next: u32) -> Content {
         let mut rules: Vec<KeptRule> = entries.iter().map(|entry| KeptRule::of(entry)).collect();
         let waits = |rule: &&KeptRule| !entries.iter().any(|entry| KeptKey::of(&entry.rule.key) == rule.key);
-        rules.extend(self.waiting.iter().filter(waits).cloned());
+        rules.extend(self.waiting.iter().map(|waiting| &waiting.rule).filter(waits).cloned());
         rules.sort_by_key(|rule| rule.service_id);
         Content { next, rules }
     }
@@ -198,33 +226,19 @@ impl Supervisor {
     }
 
     /// Puts the rules of the last run that came over the API in force again. The configuration file's are there already
-    /// and win; a rule that is refused stays in the file and is reported.
-    pub async fn take_up(&mut self, defaults: &KvDefaults, patience: Instant) {
-        for rule in self.store.waiting.clone() {
-            let key = rule.key.key();
-            if self.registry.find(&key).is_some() {
-                warn!(rule = %key, "the configuration file has this rule of the API now, and wins");
-                continue;
-            }
-            let Some(body) = &rule.body else { continue };
-            match checked(body, defaults) {
-                Ok(checked) if checked.key == key => {
-                    let origin = Origin::Api(Arc::new(body.clone()));
-                    if let Err(why) = self.apply_at_start(&checked, &origin, patience).await {
-                        error!(rule = %key, %why, "a rule of the last run is not in force; it is kept for the next");
-                    }
-                }
-                Ok(_) => {
-                    error!(rule = %key, "a rule of the last run is for something else by its body; it is left out")
-                }
-                Err(problems) => {
-                    let why: Vec<String> = problems.iter().map(ToString::to_string).collect();
-                    error!(rule = %key, why = why.join("; "), "a rule of the last run is refused now; it is kept for the next");
-                }
+    /// and win; a rule that is refused waits.
+    pub async fn take_up(&mut self, patience: Instant) {
+        for waiting in self.store.waiting.clone() {
+            let rule = waiting.key();
+            if self.registry.find(&rule).is_some() {
+                warn!(%rule, "the configuration file has this rule of the API now, and wins");
+            } else if let Err(why) = self.try_waiting(waiting, patience).await {
+                error!(%rule, why, "a rule of the last run is not in force: it waits");
             }
         }
+        self.store.retry_at = Some(Instant::now() + RETRY_PERIOD);
         self.forget_waiting();
-        self.registry.forget();
+        self.forget_numbers();
         let entries = self.registry.entries().to_vec();
         if let Err(error) = self.keep(&entries).await {
             error!(%error, "rules made from now on are refused until they can be kept");
@@ -234,16 +248,62 @@ impl Supervisor {
         info!(rules, waiting, kept = ?self.store.path, "rules");
     }
 
+    /// Tries rules that wait again, if it is time. What becomes of them is shown in the view.
+    pub(super) async fn retry_waiting(&mut self) {
+        let now = Instant::now();
+        if self.store.waiting.is_empty() || self.store.retry_at.is_some_and(|at| now < at) {
+            return;
+        }
+        self.store.retry_at = Some(now + RETRY_PERIOD);
+        let hopeful = |waiting: &&Waiting| !waiting.is_refused;
+        let tried: Vec<Waiting> = self.store.waiting.iter().filter(hopeful).take(RETRIES_MAX).cloned().collect();
+        for waiting in tried {
+            let (rule, before) = (waiting.key(), waiting.why.clone());
+            match self.try_waiting(waiting, now).await {
+                Ok(()) => info!(%rule, "a rule that waited is in force"),
+                Err(why) if why != before => warn!(%rule, why, "a rule waits on"),
+                Err(_) => {}
+            }
+        }
+        self.publish();
+    }
+
+    /// Tries to put a rule that waits in force; why not, where it waits on. All the while it stays in the list, and so in
+    /// the file.
+    async fn try_waiting(&mut self, mut waiting: Waiting, patience: Instant) -> Result<(), String> {
+        let result = match checked(&waiting, &self.defaults) {
+            Ok((rule, origin)) => self.apply_at_start(&rule, &origin, patience).await.map_err(|why| why.to_string()),
+            Err(why) => {
+                waiting.is_refused = true;
+                Err(why)
+            }
+        };
+        if let Err(why) = &result {
+            waiting.why.clone_from(why);
+            let key = waiting.key();
+            self.store.waiting.retain(|other| other.key() != key);
+            self.store.waiting.push(waiting);
+        }
+        result
+    }
+
     /// Forgets waiting rules that are in force by now.
     pub(super) fn forget_waiting(&mut self) {
         let registry = &self.registry;
-        self.store.waiting.retain(|rule| registry.find(&rule.key.key()).is_none());
+        self.store.waiting.retain(|waiting| registry.find(&waiting.key()).is_none());
+    }
+
+    /// Forgets the numbers of rules that are neither in force nor wait.
+    fn forget_numbers(&mut self) {
+        let waiting: HashSet<RuleKey> = self.store.waiting.iter().map(Waiting::key).collect();
+        self.registry.forget_all_but(&waiting);
     }
 
     /// Takes waiting rules out of the file: one by its key, or all. How many there were.
     pub(super) fn drop_waiting(&mut self, key: Option<&RuleKey>) -> usize {
         let before = self.store.waiting.len();
-        self.store.waiting.retain(|rule| key.is_some_and(|key| rule.key.key() != *key));
+        self.store.waiting.retain(|waiting| key.is_some_and(|key| waiting.key() != *key));
+        self.forget_numbers();
         before - self.store.waiting.len()
     }
 
@@ -253,9 +313,17 @@ impl Supervisor {
     }
 }
 
-fn checked(body: &Value, defaults: &KvDefaults) -> Result<crate::rules::Rule, Vec<Problem>> {
-    let node = from_json(body.to_string().as_bytes()).map_err(|problem| vec![problem])?;
-    check_request(&node, defaults).map(|(rule, _)| rule)
+/// The rule that a body makes, or why it makes none.
+fn checked(waiting: &Waiting, defaults: &KvDefaults) -> Result<(Rule, Origin), String> {
+    let body = waiting.rule.body.as_ref().ok_or("it has no body")?;
+    let rule = from_json(body.to_string().as_bytes())
+        .map_err(|problem| vec![problem])
+        .and_then(|node| check_request(&node, defaults))
+        .map_err(|problems| problems.iter().map(Problem::to_string).collect::<Vec<_>>().join("; "));
+    match rule? {
+        (rule, _) if rule.key == waiting.key() => Ok((rule, Origin::Api(Arc::new(body.clone())))),
+        _ => Err("by its body it is for something else".to_owned()),
+    }
 }
 
 fn encode(content: &Content) -> io::Result<Vec<u8>> {

@@ -23,7 +23,7 @@ mod sockets;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use shards::affinity::{Affinity, AffinityWriter, seconds};
 use shards::executor::now_ns;
@@ -36,7 +36,7 @@ use tracing::{error, info, warn};
 use crate::config::Config;
 use crate::cores::Plan;
 use crate::discovery::{Discovery, ServiceFacts};
-use crate::rules::{Rule, RuleKey};
+use crate::rules::{KvDefaults, Rule, RuleKey};
 
 pub(crate) use background::PROBES_MAX;
 pub use change::{Difference, Scope};
@@ -47,8 +47,8 @@ pub use holds::Holds;
 pub(crate) use holds::HostState;
 use kept::Store;
 pub use kept::{KeepError, KeptReport};
+use parts::{CONFIRM_TIMEOUT, Listeners, Parts};
 pub use parts::{IngestPart, ModelsPart, PartError, ShardView};
-use parts::{Listeners, Parts};
 use registry::Registry;
 pub use registry::{Entry, Origin, RegistryError};
 pub(crate) use rehearsal::Rehearsal;
@@ -240,6 +240,8 @@ pub struct Supervisor {
     parts: Parts,
     backlog: u32,
     drain_timeout: Duration,
+    /// What a rule made over the API has where its body says nothing.
+    defaults: KvDefaults,
     requests: mpsc::Receiver<Request>,
     view: watch::Sender<Arc<View>>,
     control: Control,
@@ -281,6 +283,7 @@ impl Supervisor {
             parts,
             backlog: config.listen_backlog,
             drain_timeout: config.drain_timeout,
+            defaults: config.kv_defaults.clone(),
             requests,
             view,
             control,
@@ -341,15 +344,18 @@ impl Supervisor {
         }
     }
 
-    /// Gives every shard tables of these entries; if one does not take them, gives all of them the present ones.
-    async fn hand_out(&self, entries: &[Arc<Entry>]) -> Result<(), PartError> {
-        let result = self.parts.shards.tables(self.tables(entries)).await;
-        if result.is_err()
-            && let Err(error) = self.parts.shards.tables(self.tables(self.registry.entries())).await
-        {
-            error!(%error, "a shard does not take back the rules it had");
+    /// Gives every shard tables of these entries; if one does not take them in time, gives all of them the present ones.
+    async fn hand_out(&self, entries: &[Arc<Entry>], until: Instant) -> Result<(), PartError> {
+        let result = self.parts.shards.tables(self.tables(entries), until).await;
+        if result.is_err() {
+            self.take_back(std::iter::empty());
         }
         result
+    }
+
+    /// Has the shards be as they were before a change that failed.
+    fn take_back(&self, addresses: impl Iterator<Item = SocketAddr>) {
+        self.parts.shards.take_back(&self.tables(self.registry.entries()), addresses);
     }
 
     fn tables(&self, entries: &[Arc<Entry>]) -> Arc<Tables> {
@@ -368,7 +374,7 @@ impl Supervisor {
         }
         let entry = Arc::new(seen.moved(addresses));
         let entries = self.registry.with(&[], [&entry]);
-        if let Err(error) = self.hand_out(&entries).await {
+        if let Err(error) = self.hand_out(&entries, Instant::now() + CONFIRM_TIMEOUT).await {
             warn!(rule = %seen.rule.key, %error, "new addresses of endpoints could not be handed out");
             return;
         }
@@ -388,7 +394,7 @@ impl Supervisor {
         }
         let entry = Arc::new(seen.learned(facts));
         let entries = self.registry.with(&[], [&entry]);
-        if let Err(error) = self.hand_out(&entries).await {
+        if let Err(error) = self.hand_out(&entries, Instant::now() + CONFIRM_TIMEOUT).await {
             warn!(rule = %seen.rule.key, %error, "what engines say of themselves could not be handed out");
             return;
         }
@@ -404,13 +410,14 @@ impl Supervisor {
     }
 
     async fn models_changed(&mut self) {
-        if let Err(error) = self.hand_out(self.registry.entries()).await {
+        if let Err(error) = self.hand_out(self.registry.entries(), Instant::now() + CONFIRM_TIMEOUT).await {
             error!(%error, "new tokenizers could not be handed out");
         }
     }
 
     async fn look_after(&mut self) {
         self.registry.sweep();
+        self.retry_waiting().await;
         let tables = self.tables(self.registry.entries());
         if self.parts.shards.look_after(&tables, &mut self.listeners).await {
             self.publish();

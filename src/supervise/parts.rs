@@ -19,7 +19,7 @@ pub use self::ingest::IngestPart;
 pub(super) use self::ingest::sources;
 pub use self::models::ModelsPart;
 pub use self::shards::ShardView;
-pub(super) use self::shards::{Listeners, Shards};
+pub(super) use self::shards::{CONFIRM_TIMEOUT, Listeners, Shards};
 
 /// A part that did not do its share.
 #[derive(Debug, thiserror::Error)]

@@ -231,9 +231,9 @@ impl Registry {
         self.remembered = remembered;
     }
 
-    /// Forgets rules that have not come again: their numbers stay used.
-    pub(super) fn forget(&mut self) {
-        self.remembered.clear();
+    /// Forgets rules that nobody waits for any more: their numbers stay used.
+    pub(super) fn forget_all_but(&mut self, waiting: &HashSet<RuleKey>) {
+        self.remembered.retain(|key, _| waiting.contains(key));
     }
 
     /// The number that the next new rule gets.

@@ -39,7 +39,7 @@ impl Rehearsal {
 
     /// The addresses of a rule's endpoints; none where a name has no address.
     pub(crate) async fn resolve(rule: &Rule) -> Vec<Option<SocketAddr>> {
-        resolve::resolve(rule, &vec![None; rule.endpoints.len()]).await
+        resolve::resolve(rule, &vec![None; rule.endpoints.len()], resolve::TIMEOUT).await
     }
 
     /// Begins to listen to a rule's engines, of which `facts` are known.

@@ -10,19 +10,19 @@ use crate::rules::{Host, Rule};
 
 /// How often names are resolved again.
 pub(super) const PERIOD: Duration = Duration::from_secs(5);
-/// Longest wait for one answer. Then the name has no address for now.
-const TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest wait for one answer where nobody waits for it. Then the name has no address for now.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The address of every endpoint of the rule; none where a name has no address. `known` are the addresses so far:
 /// a name that still has its address keeps it, however many others it has got. All names are looked up at once.
-pub(super) async fn resolve(rule: &Rule, known: &[Option<SocketAddr>]) -> Vec<Option<SocketAddr>> {
+pub(super) async fn resolve(rule: &Rule, known: &[Option<SocketAddr>], timeout: Duration) -> Vec<Option<SocketAddr>> {
     let mut questions = JoinSet::new();
     let mut asked = HashSet::new();
     for endpoint in &rule.endpoints {
         if let Host::Name(name) = &endpoint.host
             && asked.insert((name.clone(), endpoint.port))
         {
-            questions.spawn(look_up(name.clone(), endpoint.port));
+            questions.spawn(look_up(name.clone(), endpoint.port, timeout));
         }
     }
     let found: HashMap<(String, u16), Vec<SocketAddr>> = questions.join_all().await.into_iter().collect();
@@ -40,8 +40,8 @@ pub(super) async fn resolve(rule: &Rule, known: &[Option<SocketAddr>]) -> Vec<Op
     (0..rule.endpoints.len()).map(address).collect()
 }
 
-async fn look_up(name: String, port: u16) -> ((String, u16), Vec<SocketAddr>) {
-    let mut addresses = match tokio::time::timeout(TIMEOUT, tokio::net::lookup_host((name.as_str(), port))).await {
+async fn look_up(name: String, port: u16, timeout: Duration) -> ((String, u16), Vec<SocketAddr>) {
+    let mut addresses = match tokio::time::timeout(timeout, tokio::net::lookup_host((name.as_str(), port))).await {
         Ok(Ok(addresses)) => addresses.collect(),
         Ok(Err(_)) | Err(_) => Vec::new(),
     };

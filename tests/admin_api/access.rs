@@ -68,6 +68,10 @@ fn without_a_token_nobody_is_let_in_and_a_viewer_changes_nothing() {
             .any(|line| line.contains("kvlane::audit") && line.contains("who=\"ops\"") && line.contains("POST"))
             .then_some(())
     });
+    for status in ["status=401", "status=403"] {
+        let refused = |line: &str| line.contains("kvlane::audit") && line.contains("POST") && line.contains(status);
+        wait_for("changes that were refused are there too", || gateway.log().lines().any(refused).then_some(()));
+    }
     // Our own client, with the token from a file.
     let secret = scratch.path().join("mine");
     std::fs::write(&secret, format!("{admin}\n")).expect("writable");
@@ -160,6 +164,67 @@ fn the_api_speaks_tls_with_a_certificate_that_is_read_again() {
     wait_for("the new certificate is shown", || (version("ca2.crt") == Some(0)).then_some(()));
     child.kill().expect("ours");
     child.wait().expect("ours");
+}
+
+/// Ends with the test, however that ends.
+struct Child(std::process::Child);
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn doctor_and_explain_show_a_token_and_know_the_certificate() {
+    let vectors = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vectors/tls");
+    let scratch = Scratch::new("asked");
+    let at = |name: &str| scratch.path().join(name).to_str().expect("text").to_owned();
+    let token = new_token(Path::new(&at("tokens")), "eyes", "viewer");
+    std::fs::write(at("token"), &token).expect("writable");
+    std::fs::write(at("request.json"), r#"{"model": "m", "prompt": "x"}"#).expect("writable");
+    let (engine, admin) = (StubEngine::start(), free_address());
+    let of = |name: &str| vectors.join(name).to_str().expect("text").to_owned();
+    let text = format!(
+        "[admin]\nlisten = \"{admin}\"\ntokens = \"{}\"\ntls_certificate = \"{}\"\ntls_key = \"{}\"\n\n\
+         [[rule]]\nexternalIP = \"127.0.0.1\"\nport = {}\nkvExactMode = 3\n\n\
+         [[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {}\nkvZmqPort = {}\n",
+        at("tokens"),
+        of("server1.crt"),
+        of("server1.key"),
+        free_port(),
+        engine.address.port(),
+        engine.event_port,
+    );
+    std::fs::write(at("kvlane.toml"), text).expect("writable");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvlane"));
+    let serve = ["serve", "-c", &at("kvlane.toml")];
+    let _child = Child(command.args(serve).stderr(Stdio::null()).spawn().expect("the binary was built"));
+
+    let url = format!("https://{admin}");
+    let trust = ["--cacert".to_owned(), of("ca1.crt")];
+    let shown = ["--token-file".to_owned(), at("token")];
+    let run = |command: &[&str], more: &[String]| {
+        let more: Vec<&str> = more.iter().map(String::as_str).collect();
+        kvlane(&[command, &["--url", &url, "--json"], &more].concat())
+    };
+    let (doctor, request) = (["doctor"], at("request.json"));
+    let config = at("kvlane.toml");
+    let explain = ["explain", "-c", &config, &request, "--path", "/v1/completions"];
+    let all = [&trust[..], &shown[..]].concat();
+    wait_for("explain is let in", || (run(&explain, &all).0 == Some(0)).then_some(()));
+    let (_, told) = run(&explain, &all);
+    assert!(told.contains(r#""overlaps":[{"endpoint":"#), "{told}");
+    let (code, told) = run(&explain, &trust);
+    assert!(code == Some(1) && told.contains("a token is needed"), "{told}");
+    let (code, told) = run(&explain, &shown);
+    assert!(code == Some(1) && told.contains("no gateway answers"), "{told}");
+
+    let (_, told) = run(&doctor, &all);
+    assert!(told.contains("its management API answers"), "{told}");
+    let (code, told) = run(&doctor, &trust);
+    assert!(code == Some(1) && told.contains("a token is needed") && told.contains("--token-file"), "{told}");
 }
 
 #[test]

@@ -240,4 +240,21 @@ fn completions_and_the_man_page_name_the_commands() {
         assert!(text.contains("kv-exact-mode") && text.contains("kvinventory"), "{shell}");
     }
     assert!(of(&["man"]).contains(".TH kvlane"));
+    assert!(of(&["man", "create", "lb"]).contains("kv\\-dp\\-ranks"));
+    let output = Command::new(env!("CARGO_BIN_EXE_kvlane")).args(["man", "nothing"]).output();
+    assert_eq!(output.expect("the binary was built").status.code(), Some(2));
+
+    let scratch = crate::common::Scratch::new("man");
+    of(&["man", "--directory", scratch.path().to_str().expect("text")]);
+    for (page, says) in [
+        ("kvlane", "kvlane\\-create(1)"),
+        ("kvlane-serve", "Configuration file"),
+        ("kvlane-create-lb", "kv\\-exact\\-mode"),
+        ("kvlane-get-kvinventory", "ep\\-idx"),
+        ("kvlane-delete-lb", "path\\-prefix"),
+        ("kvlane-doctor", "token\\-file"),
+    ] {
+        let text = std::fs::read_to_string(scratch.path().join(format!("{page}.1"))).expect("every command has a page");
+        assert!(text.contains(says), "{page} lacks {says:?}: {text}");
+    }
 }

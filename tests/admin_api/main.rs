@@ -5,6 +5,9 @@
 mod common;
 
 mod access;
+mod churn;
+mod examples;
 mod loxicmd;
 mod rows;
+mod silent;
 mod state;

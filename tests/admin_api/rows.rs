@@ -128,6 +128,16 @@ fn a_rule_is_found_by_every_form_of_path_and_its_id() {
     }
 }
 
+/// Sends bytes and reads to the end: how many went each way.
+fn ask_raw(port: u16, request: &[u8]) -> (usize, usize) {
+    use std::io::{Read as _, Write as _};
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).expect("the rule listens");
+    stream.write_all(request).expect("sent");
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).expect("an answer");
+    (request.len(), answer.len())
+}
+
 #[test]
 fn status_and_stats_follow_the_endpoints() {
     let api = Api::start(Options::default());
@@ -142,9 +152,14 @@ fn status_and_stats_follow_the_endpoints() {
     api.done("POST", LB, &rule(port, &[endpoint(&engine)], &json!({})));
     assert_eq!(api.get(&format!("{path}/status"))["adminStateUp"], true);
     assert_eq!(status(), "ONLINE");
-    client::get(([127, 0, 0, 1], port).into(), "/anything");
-    let stats = api.get(&format!("{path}/stats"));
-    assert_eq!(stats, json!({"activeConnections": 0, "totalConnections": 1}));
+    let stats = || api.get(&format!("{path}/stats"));
+    let nothing = json!({"activeConnections": 0, "bytesIn": 0, "bytesOut": 0, "totalConnections": 0});
+    assert_eq!(stats(), nothing);
+    assert_eq!(api.rules()[0]["endpoints"][0]["counter"], "0:0");
+    let (request, answer) = ask_raw(port, b"GET /anything HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n");
+    let counted = json!({"activeConnections": 0, "bytesIn": request, "bytesOut": answer, "totalConnections": 1});
+    assert_eq!(stats(), counted);
+    assert_eq!(api.rules()[0]["endpoints"][0]["counter"], format!("1:{}", request + answer));
 
     api.done("POST", LB, &rule(port, &[endpoint(&engine), nobody.clone()], &json!({})));
     wait_for("a probe finds that nobody is there", || (status() == "DEGRADED").then_some(()));
@@ -355,6 +370,59 @@ fn an_address_may_come_later_and_rules_may_share_one() {
     api.done("DELETE", &format!("{}?model_name=a", forms(port)[0]), &Value::Null);
     let answer = client::post(([127, 0, 0, 1], port).into(), "/v1/completions", &json!({"model": "b", "prompt": "x"}));
     assert_eq!(answer.status, 200, "the other rule goes on");
+}
+
+#[test]
+fn a_rule_listens_at_ipv6_and_at_every_address() {
+    let api = Api::start(Options::default());
+    let (one, two) = (StubEngine::start(), StubEngine::start());
+    let port = free_port();
+    let at = |address: &str, engine: &StubEngine| {
+        let mut body = rule(port, &[endpoint(engine)], &json!({}));
+        body["serviceArguments"]["externalIP"] = json!(address);
+        body
+    };
+    let seen = |address: std::net::IpAddr, engine: &StubEngine| {
+        let before = engine.seen().len();
+        assert_eq!(client::get((address, port).into(), "/anything").status, 200);
+        assert_eq!(engine.seen().len(), before + 1, "{address}");
+    };
+    api.done("POST", LB, &at("0.0.0.0", &one));
+    seen([127, 0, 0, 9].into(), &one);
+    // An address of its own beside the rule for all of them.
+    api.done("POST", LB, &at("127.0.0.1", &two));
+    seen([127, 0, 0, 1].into(), &two);
+    seen([127, 0, 0, 9].into(), &one);
+    let host_has_ipv6 = std::net::TcpListener::bind("[::1]:0").is_ok();
+    for address in ["::1", "::"] {
+        api.done("POST", LB, &at(address, &two));
+        let path = format!("{LB}/externalipaddress/[{address}]/port/{port}/protocol/tcp");
+        assert_eq!(api.get(&path)["serviceArguments"]["externalIP"], address);
+        if host_has_ipv6 {
+            seen(std::net::Ipv6Addr::LOCALHOST.into(), &two);
+        }
+        api.done("DELETE", &path, &Value::Null);
+    }
+    api.done("DELETE", &forms(port)[0], &Value::Null);
+    seen([127, 0, 0, 9].into(), &one);
+}
+
+#[test]
+fn rules_of_one_address_may_have_different_engines() {
+    let api = Api::start(Options::default());
+    let engines = [StubEngine::start(), StubEngine::start(), StubEngine::start()];
+    let port = free_port();
+    for (engine, kind) in engines.iter().zip(["vllm", "sglang", "trtllm"]) {
+        let more = json!({"kvExactMode": 3, "kvEngineType": kind, "model_name": kind});
+        api.done("POST", LB, &rule(port, &[endpoint(engine)], &more));
+    }
+    for (engine, kind) in engines.iter().zip(["vllm", "sglang", "trtllm"]) {
+        let body = json!({"model": kind, "prompt": "x"});
+        assert_eq!(client::post(([127, 0, 0, 1], port).into(), "/v1/completions", &body).status, 200);
+        assert_eq!(engine.seen().len(), 1, "{kind}");
+    }
+    let kinds: Vec<Value> = api.rules().iter().map(|rule| rule["serviceArguments"]["kvEngineType"].clone()).collect();
+    assert_eq!(kinds, ["vllm", "sglang", "trtllm"]);
 }
 
 #[test]

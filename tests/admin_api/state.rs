@@ -34,6 +34,15 @@ fn rules(gateway: &Gateway) -> Vec<Value> {
     gateway.api("/config/loadbalancer/all").json()["lbAttr"].as_array().expect("a list").clone()
 }
 
+/// Number, id and port of every rule.
+fn told(gateway: &Gateway) -> Vec<(Value, Value, Value)> {
+    let of = |rule: &Value| {
+        let service = &rule["serviceArguments"];
+        (service["service_id"].clone(), service["id"].clone(), service["port"].clone())
+    };
+    rules(gateway).iter().map(of).collect()
+}
+
 /// Weights by port: what the storm changes.
 fn weights(gateway: &Gateway) -> BTreeMap<u16, u64> {
     let weight = |rule: &Value| {
@@ -118,14 +127,6 @@ fn rules_are_those_last_acknowledged_or_one_change_more_after_a_kill_at_any_inst
 fn numbers_and_ids_stay_over_a_restart_and_are_not_used_again() {
     let state = Scratch::new("state");
     let ports = [free_port(), free_port(), free_port()];
-    let told = |gateway: &Gateway| -> Vec<(Value, Value, Value)> {
-        let service = |rule: &Value| rule["serviceArguments"].clone();
-        rules(gateway)
-            .iter()
-            .map(service)
-            .map(|s| (s["service_id"].clone(), s["id"].clone(), s["port"].clone()))
-            .collect()
-    };
     let before = {
         let gateway = start(&state, "");
         for port in ports {
@@ -140,6 +141,42 @@ fn numbers_and_ids_stay_over_a_restart_and_are_not_used_again() {
     assert_eq!(client::post(gateway.admin, LB, &body(ports[0], 1)).status, 200);
     let after = told(&gateway);
     assert_eq!(after.last().map(|(id, ..)| id.clone()), Some(json!(3)), "{after:?}");
+}
+
+#[test]
+fn a_rule_whose_port_is_busy_at_the_start_waits_and_is_in_force_once_it_is_free() {
+    let state = Scratch::new("state");
+    let ports = [free_port(), free_port()];
+    let before = {
+        let gateway = start(&state, "");
+        for port in ports {
+            assert_eq!(client::post(gateway.admin, LB, &body(port, 1)).status, 200);
+        }
+        told(&gateway)
+    };
+    let busy = wait_for("the last gateway is gone", || std::net::TcpListener::bind((ip(), ports[0])).ok());
+    let mut gateway = start(&state, "");
+    assert_eq!(told(&gateway), before[1..]);
+    let waiting = |gateway: &Gateway| gateway.api("/status/ready").json()["rules_kept"]["waiting"].clone();
+    let shown = waiting(&gateway);
+    assert_eq!(shown[0]["rule"], format!("{}:{}", ip(), ports[0]), "{shown}");
+    assert!(shown[0]["why"].as_str().is_some_and(|why| why.contains("cannot listen at")), "{shown}");
+
+    let port = gateway.admin.port().to_string();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvlane"));
+    let output = command.args(["get", "ready", "--port", &port]).output().expect("the binary was built");
+    let table = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(table.contains("waits: cannot listen at"), "{table}");
+
+    // It outlives another restart, and keeps its number.
+    gateway.signal(libc::SIGTERM);
+    gateway.wait();
+    let gateway = start(&state, "");
+    assert_eq!(told(&gateway), before[1..]);
+    drop(busy);
+    wait_for("it is in force", || (told(&gateway) == before).then_some(()));
+    assert_eq!(waiting(&gateway), json!([]));
+    assert!(gateway.log().contains("a rule that waited is in force"), "{}", gateway.log());
 }
 
 #[test]

@@ -32,10 +32,9 @@ pub fn wait_for<T>(what: &str, mut probe: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// A TCP port of 127.0.0.1 that was free a moment ago.
+/// A TCP port of 127.0.0.1 that was free a moment ago, and that no connection is given.
 pub fn free_port() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
-    listener.local_addr().expect("a bound socket has an address").port()
+    free_ports(1)
 }
 
 /// The first of so many TCP ports of 127.0.0.1 in a row that were free a moment ago. They are below those that the kernel

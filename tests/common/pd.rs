@@ -58,6 +58,12 @@ impl Plan {
     }
 }
 
+/// What a rule says of a prefill engine that pushes: where its side channel is, and its name.
+pub fn push_endpoint(engine: &EngineHandle) -> Value {
+    let side = engine.side_addr().expect("a prefill engine has one");
+    json!({"nixl_port": side.port(), "nixl_engine_id": format!("engine-{side}")})
+}
+
 /// The kind's name in rules.
 pub fn name_of(kind: EngineKind) -> &'static str {
     match kind {
@@ -79,8 +85,18 @@ fn start_engine(plan: &Plan, role: Role, host: IpAddr, side_port: u16) -> Engine
     Engine::start(&options).expect("free ports and the embedded model need nothing")
 }
 
-impl Fleet {
-    /// Starts it, and posts its rule.
+/// Prefill and decode engines of one kind.
+pub struct Pairs {
+    /// Engines that compute prompts.
+    pub prefill: Vec<EngineHandle>,
+    /// Engines that go on from there.
+    pub decode: Vec<EngineHandle>,
+    /// The port that SGLang's bootstrap servers share; else 0.
+    pub side_port: u16,
+}
+
+impl Pairs {
+    /// Starts as many as the plan says.
     pub fn start(plan: &Plan) -> Self {
         // SGLang's bootstrap servers share a port, so that each engine has a host of its own.
         let side_port = if plan.kind == EngineKind::Sglang { free_port() } else { 0 };
@@ -88,9 +104,16 @@ impl Fleet {
             EngineKind::Sglang => IpAddr::from(Ipv4Addr::new(127, 0, 0, 2 + index as u8)),
             _ => IpAddr::from(Ipv4Addr::LOCALHOST),
         };
-        let prefill: Vec<_> =
-            (0..plan.pairs).map(|index| start_engine(plan, Role::Prefill, host(index), side_port)).collect();
-        let decode: Vec<_> = (0..plan.pairs).map(|index| start_engine(plan, Role::Decode, host(index), 0)).collect();
+        let prefill = (0..plan.pairs).map(|index| start_engine(plan, Role::Prefill, host(index), side_port)).collect();
+        let decode = (0..plan.pairs).map(|index| start_engine(plan, Role::Decode, host(index), 0)).collect();
+        Pairs { prefill, decode, side_port }
+    }
+}
+
+impl Fleet {
+    /// Starts it, and posts its rule.
+    pub fn start(plan: &Plan) -> Self {
+        let Pairs { prefill, decode, side_port } = Pairs::start(plan);
         let tokenizers = super::fleet::tokenizers();
         let config = format!(
             "[limits]\nprompt_cache_bytes = 262144\n{}\n[tokenizers]\ndir = \"{}\"\n",

@@ -1,14 +1,16 @@
 //! P/D rules end to end: every request goes through a prefill and a decode engine, in each engine's dialect.
 
 mod admission;
+mod affinity;
 #[path = "../common/mod.rs"]
 mod common;
 mod fidelity;
 mod matrix;
 mod routing;
+mod written;
 
-use common::client;
 use common::pd::{Fleet, Plan, end_of, events, name_of, said};
+use common::{client, wait_for};
 use loadgen::engine::{Engine, EngineKind, EngineOptions, LegEnd, LegKind};
 use serde_json::{Value, json};
 
@@ -21,6 +23,28 @@ fn chat(text: &str, more: &Value) -> Vec<u8> {
     body["max_tokens"] = json!(12);
     more.as_object().into_iter().flatten().for_each(|(name, value)| body[name] = value.clone());
     body.to_string().into_bytes()
+}
+
+/// Two shards, whatever the machine.
+const TWO_SHARDS: &str = "[shards]\ncores = [0, 1]\n";
+
+/// A connection that this shard of two has accepted.
+fn connection_on(fleet: &Fleet, shard: usize) -> client::Connection {
+    let accepted = || {
+        ["0", "1"].map(|shard| {
+            let accepted = fleet.gateway.metric("kvlane_shard_connections_accepted_total", &[("shard", shard)]);
+            accepted.expect("a series")
+        })
+    };
+    wait_for("the shard accepts a connection", || {
+        let before = accepted();
+        let connection = client::Connection::open(fleet.listen).expect("the gateway listens");
+        let after = wait_for("a shard has it", || {
+            let after = accepted();
+            (after != before).then_some(after)
+        });
+        (after[shard] > before[shard]).then_some(connection)
+    })
 }
 
 /// What one engine says that does all of it.

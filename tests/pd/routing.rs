@@ -3,7 +3,7 @@
 use loadgen::engine::{EngineKind, EngineOptions, LegKind};
 use serde_json::json;
 
-use super::common::pd::{Fleet, Plan, said};
+use super::common::pd::{Fleet, Plan, push_endpoint, said};
 use super::common::wait_for;
 use super::{CHAT, both_ways, chat};
 
@@ -26,10 +26,7 @@ fn pushed_blocks_are_met_under_one_id() {
     let fleet = Fleet::start(&Plan {
         engine: |options| options.nixl_push = true,
         rule: json!({"pdNixlPush": true}),
-        prefill_endpoint: |engine| {
-            let side = engine.side_addr().expect("a prefill engine has one");
-            json!({"nixl_port": side.port(), "nixl_engine_id": format!("engine-{side}")})
-        },
+        prefill_endpoint: push_endpoint,
         ..Plan::of(EngineKind::Vllm)
     });
     both_ways(&fleet, EngineKind::Vllm);

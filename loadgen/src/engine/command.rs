@@ -39,10 +39,7 @@ pub async fn carry_out(shared: &Arc<Shared>, fault: &Fault) -> Result<(), String
         Fault::Health(state) => {
             shared.health.lock().map(|mut health| *health = *state).map_err(|error| error.to_string())
         }
-        Fault::Leg(fault) => {
-            shared.set_leg_fault(*fault);
-            Ok(())
-        }
+        Fault::Leg { mark, fault } => shared.orders.give(mark.as_deref(), *fault),
         Fault::Clear { .. } | Fault::PhantomClear { .. } if options.kind == EngineKind::Trtllm => {
             Err("TensorRT-LLM has no event that says its cache was cleared".to_owned())
         }

@@ -1,7 +1,7 @@
 //! Faults on command: what `POST /debug/fault` and `--fault` accept.
 //!
 //! `{"fault": NAME, "value": …, "rank": N}`; a command line may say `NAME` or `NAME=VALUE`. Without a rank all ranks
-//! are meant.
+//! are meant; `"mark": TEXT` says for which requests a `leg` goes wrong.
 
 use std::str::FromStr;
 
@@ -45,7 +45,7 @@ pub enum Phase {
 pub enum Action {
     /// It is answered with the status; once its answer is begun, this is [`Action::Die`].
     Status,
-    /// Nothing more happens until the client leaves.
+    /// Nothing more happens until the client leaves, or another order is given for requests of its mark.
     Hang,
     /// The connection breaks.
     Die,
@@ -76,6 +76,14 @@ pub struct LegFault {
     /// How many requests suffer it; 0 for all.
     #[serde(default)]
     pub times: u64,
+}
+
+impl LegFault {
+    /// What goes wrong when, with every request: a status is 500, an answer's first piece is written, pauses are none.
+    #[must_use]
+    pub const fn new(action: Action, phase: Phase) -> Self {
+        LegFault { action, phase, status: 500, ms: 0, after: 1, times: 0 }
+    }
 }
 
 fn internal_error() -> u16 {
@@ -149,8 +157,13 @@ pub enum Fault {
     SecondDrainer(bool),
     /// The health check stalls or fails.
     Health(Health),
-    /// Requests for answers go wrong; none: no longer.
-    Leg(Option<LegFault>),
+    /// Requests for answers go wrong.
+    Leg {
+        /// Those with this mark; none: those that have no order of their own.
+        mark: Option<String>,
+        /// How; none: no longer.
+        fault: Option<LegFault>,
+    },
 }
 
 /// A fault as it is written.
@@ -163,6 +176,8 @@ struct Order {
     rank: Option<u16>,
     #[serde(default)]
     lost: bool,
+    #[serde(default)]
+    mark: Option<String>,
 }
 
 impl Fault {
@@ -185,7 +200,7 @@ impl FromStr for Fault {
         }
         let (name, value) = text.split_once('=').map_or((text, None), |(name, value)| (name, Some(value)));
         let value = value.map_or(Value::Null, |value| serde_json::from_str(value).unwrap_or_else(|_| json!(value)));
-        Order { fault: name.to_owned(), value, rank: None, lost: false }.read()
+        Order { fault: name.to_owned(), value, rank: None, lost: false, mark: None }.read()
     }
 }
 
@@ -211,10 +226,10 @@ impl Order {
                 1 => Health::Stalled,
                 _ => Health::Failing,
             }),
-            "leg" if self.value.is_null() => Fault::Leg(None),
             "leg" => {
-                let fault = serde_json::from_value(self.value.clone());
-                Fault::Leg(Some(fault.map_err(|error| self.wrong(&format!("an object with an action ({error})")))?))
+                let fault: Result<Option<LegFault>, _> = serde_json::from_value(self.value.clone());
+                let fault = fault.map_err(|error| self.wrong(&format!("an object with an action ({error})")))?;
+                Fault::Leg { mark: self.mark.clone(), fault }
             }
             other => {
                 return Err(format!(
@@ -284,6 +299,10 @@ mod tests {
         let ranked = r#"{"fault": "drop", "value": 2, "rank": 1, "lost": true}"#;
         assert_eq!(read(ranked), Ok(Fault::Drop { rank: Some(1), batches: 2, lost: true }));
         assert_eq!(read("huge"), Ok(Fault::Huge { rank: None, tokens: 200_000 }));
+        let leg = r#"{"fault": "leg", "mark": "a", "value": {"action": "hang", "phase": "computing"}}"#;
+        let hang = LegFault::new(Action::Hang, Phase::Computing);
+        assert_eq!(read(leg), Ok(Fault::Leg { mark: Some("a".to_owned()), fault: Some(hang) }));
+        assert_eq!(read("leg"), Ok(Fault::Leg { mark: None, fault: None }));
     }
 
     #[test]

@@ -21,9 +21,10 @@ use tokio::sync::{mpsc, oneshot};
 use super::api::{self, Call, Kind, Refusal};
 use super::dialect::{self, Form, Leg};
 use super::driver::Command;
-use super::fault::{Action, Fault, Health, LegFault, Phase};
+use super::fault::{Action, Fault, Health, Phase};
 use super::legs::LegKind;
 use super::options::EngineKind;
+use super::orders::{MARK_HEADER, Ordered};
 use super::reply::{Answer, InFlight, Place};
 use super::scheduler::{self, Output};
 use super::shared::{LastRequest, Shared};
@@ -86,12 +87,13 @@ pub async fn answer(State(shared): Engine, request: Request, kind: Kind) -> Resp
     };
     shared.counters.bytes_in.fetch_add(body.len() as u64, Ordering::Relaxed);
     remember(&shared, &head, &body);
-    let id = head.headers.get("x-request-id").and_then(|id| id.to_str().ok());
-    let number = flight.arrived(id, &body);
+    let text = |name| head.headers.get(name).and_then(|value| value.to_str().ok());
+    let (id, mark) = (text("x-request-id"), text(MARK_HEADER));
+    let number = flight.arrived(id, mark, &body);
     let options = shared.options();
-    let fault = shared.take_leg_fault();
-    if let Some(status) = suffer(fault, Phase::Arrival, &mut flight).await {
-        return refuse(flight, &ordered(status), options.kind);
+    let mut ordered = shared.orders.take(mark);
+    if let Some(status) = suffer(&mut ordered, Phase::Arrival, &mut flight).await {
+        return refuse(flight, &as_ordered(status), options.kind);
     }
     match begin(&shared, &mut flight, &head, &body, kind, number).await {
         Err(refusal) => refuse(flight, &refusal, options.kind),
@@ -102,7 +104,7 @@ pub async fn answer(State(shared): Engine, request: Request, kind: Kind) -> Resp
                 return refuse(flight, &refusal, options.kind);
             }
             let tokens = schedule(&shared, &flight, &call, &leg, rank);
-            make(&shared, flight, call, leg, tokens, id, fault).await
+            make(&shared, flight, call, leg, tokens, id, ordered).await
         }
     }
 }
@@ -194,15 +196,14 @@ async fn make(
     leg: Leg,
     tokens: UnboundedReceiver<Output>,
     id: Option<&str>,
-    fault: Option<LegFault>,
+    mut ordered: Ordered,
 ) -> Response {
     let options = shared.options();
-    let late = fault.filter(|fault| fault.phase == Phase::Computing);
-    if late.is_some() || matches!(leg, Leg::Prefill(_)) {
+    if ordered.at(Phase::Computing).is_some() || matches!(leg, Leg::Prefill(_)) {
         computed(&tokens, call.prompts.len()).await;
     }
-    if let Some(status) = suffer(late, Phase::Computing, &mut flight).await {
-        return refuse(flight, &ordered(status), options.kind);
+    if let Some(status) = suffer(&mut ordered, Phase::Computing, &mut flight).await {
+        return refuse(flight, &as_ordered(status), options.kind);
     }
     let first = call.prompts[0].answer.first().copied().unwrap_or(0);
     let (stream, prompt) = (call.stream, call.prompts[0].tokens.clone());
@@ -240,7 +241,7 @@ async fn make(
     if let Some((place, params)) = issued {
         answer.issue(place, params);
     }
-    script::respond(answer, stream, fault.filter(|fault| fault.phase == Phase::Answering)).await
+    script::respond(answer, stream, ordered).await
 }
 
 /// Waits until the first token of every prompt is made.
@@ -258,23 +259,27 @@ async fn computed(tokens: &UnboundedReceiver<Output>, prompts: usize) {
 }
 
 /// Does what goes wrong with a request now; the status it is refused with, if it is.
-async fn suffer(fault: Option<LegFault>, phase: Phase, flight: &mut InFlight) -> Option<u16> {
-    let fault = fault.filter(|fault| fault.phase == phase)?;
-    match fault.action {
-        Action::Status => return Some(fault.status),
-        Action::Hang => std::future::pending().await,
-        Action::Die | Action::End => {
-            flight.die();
-            // Ends the connection's task, and with it the connection, without a message.
-            std::panic::resume_unwind(Box::new("the engine was told to die"))
+async fn suffer(ordered: &mut Ordered, phase: Phase, flight: &mut InFlight) -> Option<u16> {
+    loop {
+        let fault = ordered.at(phase)?;
+        match fault.action {
+            Action::Status => return Some(fault.status),
+            Action::Hang => flight.hold(ordered, phase).await,
+            Action::Die | Action::End => {
+                flight.die();
+                // Ends the connection's task, and with it the connection, without a message.
+                std::panic::resume_unwind(Box::new("the engine was told to die"))
+            }
+            Action::Slow => {
+                tokio::time::sleep(Duration::from_millis(fault.ms)).await;
+                return None;
+            }
         }
-        Action::Slow => tokio::time::sleep(Duration::from_millis(fault.ms)).await,
     }
-    None
 }
 
 /// The refusal that a fault orders.
-fn ordered(status: u16) -> Refusal {
+fn as_ordered(status: u16) -> Refusal {
     let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     Refusal { status, message: "refused, as ordered".to_owned() }
 }

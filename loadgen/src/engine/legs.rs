@@ -7,6 +7,8 @@ use std::time::Instant;
 use axum::body::Bytes;
 use serde_json::{Value, json};
 
+use super::fault::Phase;
+
 /// Requests remembered; the oldest is forgotten for another.
 const LEGS_MAX: usize = 4096;
 
@@ -47,10 +49,14 @@ pub struct LegView {
     pub kind: LegKind,
     /// Its `X-Request-Id`.
     pub request_id: Option<String>,
+    /// Its `x-mark`, by which tests find their requests again.
+    pub mark: Option<String>,
     /// What joins it with its other leg: the dialect's request id or room; empty where it has none.
     pub key: String,
     /// When its head and body had come.
     pub began: Instant,
+    /// Where it is held, while it is.
+    pub held: Option<Phase>,
     /// When and how it ended; none while it runs.
     pub ended: Option<(Instant, LegEnd)>,
     /// Its body, if it is one of the newest requests.
@@ -69,7 +75,7 @@ struct State {
 
 impl Legs {
     /// Notes one that arrived; the number names it.
-    pub fn begin(&self, request_id: Option<String>, body: Bytes) -> u64 {
+    pub fn begin(&self, request_id: Option<String>, mark: Option<String>, body: Bytes) -> u64 {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let number = state.next;
         state.next += 1;
@@ -80,7 +86,8 @@ impl Legs {
             state.legs.pop_front();
         }
         let (kind, key) = (LegKind::Plain, String::new());
-        state.legs.push_back(LegView { number, kind, request_id, key, began: Instant::now(), ended: None, body });
+        let (began, held, ended) = (Instant::now(), None, None);
+        state.legs.push_back(LegView { number, kind, request_id, mark, key, began, held, ended, body });
         number
     }
 
@@ -89,9 +96,14 @@ impl Legs {
         self.change(number, |leg| (leg.kind, leg.key) = (kind, key.to_owned()));
     }
 
+    /// Notes that it is held at a phase, or no longer.
+    pub fn hold(&self, number: u64, phase: Option<Phase>) {
+        self.change(number, |leg| leg.held = phase);
+    }
+
     /// Notes its end.
     pub fn end(&self, number: u64, end: LegEnd) {
-        self.change(number, |leg| leg.ended = Some((Instant::now(), end)));
+        self.change(number, |leg| (leg.held, leg.ended) = (None, Some((Instant::now(), end))));
     }
 
     fn change(&self, number: u64, change: impl FnOnce(&mut LegView)) {
@@ -114,7 +126,8 @@ impl Legs {
         let one = |leg: &LegView| {
             json!({
                 "number": leg.number, "kind": format!("{:?}", leg.kind).to_lowercase(), "key": leg.key,
-                "request_id": leg.request_id, "began_ms_ago": ago(leg.began),
+                "request_id": leg.request_id, "mark": leg.mark, "began_ms_ago": ago(leg.began),
+                "held": leg.held.map(|phase| format!("{phase:?}").to_lowercase()),
                 "ended_ms_ago": leg.ended.map(|(at, _)| ago(at)),
                 "end": leg.ended.map(|(_, end)| format!("{end:?}").to_lowercase()),
             })

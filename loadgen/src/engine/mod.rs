@@ -49,6 +49,7 @@ mod kind_tests;
 mod legs;
 mod msgpack;
 mod options;
+mod orders;
 mod publisher;
 mod reply;
 mod scheduler;
@@ -362,9 +363,19 @@ impl EngineHandle {
         self.shared.legs.all()
     }
 
-    /// What goes wrong with its next requests for answers.
+    /// What goes wrong with its requests for answers that have no order of their own: those that come, and those that
+    /// hang.
     pub fn set_leg_fault(&self, fault: Option<LegFault>) {
-        self.shared.set_leg_fault(fault);
+        // Only marks may be too many.
+        let _ = self.shared.orders.give(None, fault);
+    }
+
+    /// The same of requests with this `x-mark`.
+    ///
+    /// # Errors
+    /// There are orders for too many marks.
+    pub fn set_leg_fault_of(&self, mark: &str, fault: Option<LegFault>) -> Result<(), String> {
+        self.shared.orders.give(Some(mark), fault)
     }
 
     /// Keys in the engine's caches, with the number of blocks that hold each; none when the engine does not answer.

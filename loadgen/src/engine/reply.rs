@@ -14,7 +14,9 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::api::{Call, Kind};
 use super::driver::Command;
+use super::fault::Phase;
 use super::legs::{LegEnd, LegKind};
+use super::orders::Ordered;
 use super::scheduler::{Output, RequestId};
 use super::shared::Shared;
 use super::text::ModelText;
@@ -41,8 +43,8 @@ impl InFlight {
     }
 
     /// Its head and body have come.
-    pub fn arrived(&mut self, request_id: Option<&str>, body: &Bytes) -> u64 {
-        let number = self.shared.legs.begin(request_id.map(str::to_owned), body.clone());
+    pub fn arrived(&mut self, request_id: Option<&str>, mark: Option<&str>, body: &Bytes) -> u64 {
+        let number = self.shared.legs.begin(request_id.map(str::to_owned), mark.map(str::to_owned), body.clone());
         self.leg = Some(number);
         number
     }
@@ -86,6 +88,14 @@ impl InFlight {
     /// The engine breaks it off.
     pub fn die(&mut self) {
         self.end = Some(LegEnd::Died);
+    }
+
+    /// Stands still at a phase until another order is given for it.
+    pub async fn hold(&self, ordered: &mut Ordered, phase: Phase) {
+        let note = |phase| self.leg.into_iter().for_each(|leg| self.shared.legs.hold(leg, phase));
+        note(Some(phase));
+        self.shared.orders.next(ordered).await;
+        note(None);
     }
 }
 
@@ -178,6 +188,11 @@ impl Answer {
     /// The engine breaks the answer off.
     pub fn die(&mut self) {
         self.flight.die();
+    }
+
+    /// Stands still in its middle until another order is given for it.
+    pub async fn hold(&self, ordered: &mut Ordered) {
+        self.flight.hold(ordered, Phase::Answering).await;
     }
 
     /// Waits for all tokens; the whole answer, or none when the engine stops before its end.

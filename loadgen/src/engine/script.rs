@@ -12,7 +12,8 @@ use axum::response::{IntoResponse, Response};
 use futures_core::Stream;
 use tokio::sync::mpsc;
 
-use super::fault::{Action, LegFault};
+use super::fault::{Action, Phase};
+use super::orders::Ordered;
 use super::reply::Answer;
 
 /// Pieces that wait to be sent at most.
@@ -22,33 +23,30 @@ const EVENTS: &str = "text/event-stream; charset=utf-8";
 const JSON: &str = "application/json";
 
 /// The answer as a response, with what goes wrong with it while it is written.
-pub async fn respond(mut answer: Answer, stream: bool, fault: Option<LegFault>) -> Response {
+pub async fn respond(mut answer: Answer, stream: bool, ordered: Ordered) -> Response {
+    let scripted = ordered.at(Phase::Answering).is_some();
     if stream {
-        let body = match fault {
-            None => Body::from_stream(answer.stream()),
-            Some(fault) => play(answer.stream(), fault),
+        let body = match scripted {
+            false => Body::from_stream(answer.stream()),
+            true => play(answer.stream(), ordered),
         };
         return ([(header::CONTENT_TYPE, EVENTS)], body).into_response();
     }
-    match (answer.whole().await, fault) {
-        (None, _) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
-        (Some(body), None) => {
-            answer.complete();
-            ([(header::CONTENT_TYPE, JSON)], body).into_response()
-        }
-        (Some(body), Some(fault)) => {
-            let length = body.len().to_string();
-            let body =
-                play(Halves { answer, rest: vec![body.slice(body.len() / 2..), body.slice(..body.len() / 2)] }, fault);
-            ([(header::CONTENT_TYPE, JSON.to_owned()), (header::CONTENT_LENGTH, length)], body).into_response()
-        }
+    let Some(body) = answer.whole().await else { return StatusCode::INTERNAL_SERVER_ERROR.into_response() };
+    if !scripted {
+        answer.complete();
+        return ([(header::CONTENT_TYPE, JSON)], body).into_response();
     }
+    let length = body.len().to_string();
+    let rest = vec![body.slice(body.len() / 2..), body.slice(..body.len() / 2)];
+    let body = play(Halves { answer, rest }, ordered);
+    ([(header::CONTENT_TYPE, JSON.to_owned()), (header::CONTENT_LENGTH, length)], body).into_response()
 }
 
 /// Pieces of an answer, which is completed or dies with its last.
 trait Pieces: Send + Unpin + 'static {
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Bytes>>;
-    fn die(&mut self);
+    fn answer(&mut self) -> &mut Answer;
 }
 
 impl Pieces for super::reply::AnswerStream {
@@ -56,8 +54,8 @@ impl Pieces for super::reply::AnswerStream {
         Pin::new(self).poll_next(context).map(|item| item.and_then(Result::ok))
     }
 
-    fn die(&mut self) {
-        self.answer().die();
+    fn answer(&mut self) -> &mut Answer {
+        Self::answer(self)
     }
 }
 
@@ -77,20 +75,20 @@ impl Pieces for Halves {
         Poll::Ready(next)
     }
 
-    fn die(&mut self) {
-        self.answer.die();
+    fn answer(&mut self) -> &mut Answer {
+        &mut self.answer
     }
 }
 
 /// Writes the pieces until it goes wrong. A client that leaves ends it.
-fn play(mut pieces: impl Pieces, fault: LegFault) -> Body {
+fn play(mut pieces: impl Pieces, mut ordered: Ordered) -> Body {
     let (sender, receiver) = mpsc::channel(PIECES_MAX);
     tokio::spawn(async move {
         let left = sender.clone();
         let writing = async {
             let mut written = 0;
             loop {
-                if written >= fault.after && !strike(fault, &mut pieces, &sender).await {
+                if !strike(&mut ordered, written, pieces.answer(), &sender).await {
                     return;
                 }
                 let Some(piece) = poll_fn(|context| pieces.poll(context)).await else { return };
@@ -108,22 +106,32 @@ fn play(mut pieces: impl Pieces, fault: LegFault) -> Body {
     Body::from_stream(Received(receiver))
 }
 
-/// Does what goes wrong; whether the answer goes on.
-async fn strike(fault: LegFault, pieces: &mut impl Pieces, sender: &mpsc::Sender<io::Result<Bytes>>) -> bool {
-    match fault.action {
-        Action::Slow => tokio::time::sleep(Duration::from_millis(fault.ms)).await,
-        Action::Hang => std::future::pending().await,
-        Action::End => {
-            pieces.die();
-            return false;
-        }
-        Action::Die | Action::Status => {
-            pieces.die();
-            let _ = sender.send(Err(io::ErrorKind::ConnectionAborted.into())).await;
-            return false;
+/// Does what goes wrong after so many pieces; whether the answer goes on.
+async fn strike(
+    ordered: &mut Ordered,
+    written: u64,
+    answer: &mut Answer,
+    sender: &mpsc::Sender<io::Result<Bytes>>,
+) -> bool {
+    loop {
+        let Some(fault) = ordered.at(Phase::Answering).filter(|fault| written >= fault.after) else { return true };
+        match fault.action {
+            Action::Slow => {
+                tokio::time::sleep(Duration::from_millis(fault.ms)).await;
+                return true;
+            }
+            Action::Hang => answer.hold(ordered).await,
+            Action::End => {
+                answer.die();
+                return false;
+            }
+            Action::Die | Action::Status => {
+                answer.die();
+                let _ = sender.send(Err(io::ErrorKind::ConnectionAborted.into())).await;
+                return false;
+            }
         }
     }
-    true
 }
 
 struct Received(mpsc::Receiver<io::Result<Bytes>>);

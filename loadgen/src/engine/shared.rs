@@ -9,9 +9,10 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::disagg::Plane;
 use super::drain::Drain;
 use super::driver::Command;
-use super::fault::{Health, LegFault};
+use super::fault::Health;
 use super::legs::Legs;
 use super::options::EngineOptions;
+use super::orders::Orders;
 use super::publisher::BoundAddresses;
 use super::scheduler::RequestId;
 use super::text::ModelText;
@@ -132,8 +133,8 @@ pub struct Shared {
     pub plane: Plane,
     /// Its requests for answers, as it sees them.
     pub legs: Legs,
-    /// What goes wrong with them, and how often still; 0 for always.
-    leg_fault: Mutex<Option<LegFault>>,
+    /// What goes wrong with them.
+    pub orders: Orders,
     next_id: AtomicU64,
     next_rank: AtomicUsize,
 }
@@ -159,7 +160,7 @@ impl Shared {
             health: Mutex::default(),
             plane,
             legs: Legs::default(),
-            leg_fault: Mutex::default(),
+            orders: Orders::default(),
             next_id: AtomicU64::new(0),
             next_rank: AtomicUsize::new(0),
         }
@@ -188,23 +189,6 @@ impl Shared {
     /// A name that no other request of this engine has.
     pub fn new_id(&self) -> RequestId {
         RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
-    }
-
-    /// Orders that requests for answers go wrong.
-    pub fn set_leg_fault(&self, fault: Option<LegFault>) {
-        *self.leg_fault.lock().unwrap_or_else(PoisonError::into_inner) = fault;
-    }
-
-    /// What goes wrong with the request that arrives now.
-    pub fn take_leg_fault(&self) -> Option<LegFault> {
-        let mut ordered = self.leg_fault.lock().unwrap_or_else(PoisonError::into_inner);
-        let fault = (*ordered)?;
-        *ordered = match fault.times {
-            0 => Some(fault),
-            1 => None,
-            times => Some(LegFault { times: times - 1, ..fault }),
-        };
-        Some(fault)
     }
 
     /// Requests that are not done.

@@ -28,7 +28,7 @@ use crate::load::Reservation;
 use crate::prompt::Api;
 use crate::rates::FirstByte;
 use crate::route::{self, Chooser, Decision, Evidence, Facts, Pin};
-use crate::service::{Endpoint, Service, count};
+use crate::service::{Endpoint, Service, add, count};
 use crate::usage::Tail;
 
 /// Endpoints that one request may find dead; beyond it the request is refused. Each costs up to a connect time-out.
@@ -439,6 +439,8 @@ impl Attempt<'_> {
         }
         let stats = self.local.service.shared.stats_of(proxy.id);
         count(&stats.responses[usize::from(begun.head.status / 100).min(5)]);
+        let counters = endpoint.shared.stats_of(proxy.id);
+        add(&counters.bytes_in, self.request.bytes.len() as u64);
         let head = &self.request.head;
         let ends_with_connection = begun.head.body == crate::http::ResponseBody::UntilClose;
         let close = !head.keep_alive || proxy.draining.get() || ends_with_connection;
@@ -449,7 +451,13 @@ impl Attempt<'_> {
         if close {
             added.extend_from_slice(CLOSE_LINE);
         }
-        let terms = Terms { added: &added, is_http10: head.is_http10, broken: BROKEN_EVENTS, wants_done: false };
+        let terms = Terms {
+            added: &added,
+            is_http10: head.is_http10,
+            broken: BROKEN_EVENTS,
+            wants_done: false,
+            stats: counters,
+        };
         self.tail = self.wants_usage(endpoint).then(Tail::default);
         let tail = self.tail.as_mut();
         // Another answer comes whole when it is complete, and a refusal at once.

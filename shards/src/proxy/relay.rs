@@ -11,6 +11,7 @@ use crate::executor::breathe;
 use crate::http::response;
 use crate::http::{BodyTracker, Dechunker, ResponseBody, ResponseHead, edit};
 use crate::limits::Limits;
+use crate::service::{EndpointStats, add};
 use crate::usage::Tail;
 
 /// What ends a head whose connection is closed after the answer.
@@ -102,6 +103,8 @@ pub struct Terms<'a> {
     pub broken: BrokenEvents,
     /// A stream of events ends with `[DONE]`, or it was cut.
     pub wants_done: bool,
+    /// The endpoint's counters: what the client is sent is added to them.
+    pub stats: &'a EndpointStats,
 }
 
 /// Waits until something of the body has come: engines send the head of a stream before they have anything to say, and
@@ -289,7 +292,10 @@ pub async fn relay(
         }
         if from < buffer.len() {
             buffer = match client.write(buffer, from, limits.write_timeout).await {
-                Ok(buffer) => buffer,
+                Ok(buffer) => {
+                    add(&terms.stats.bytes_out, (buffer.len() - from) as u64);
+                    buffer
+                }
                 Err(interrupt) => {
                     if interrupt == Interrupt::OtherLeg {
                         // How much of the write came through is not known: nothing can follow it.

@@ -130,6 +130,10 @@ pub struct ServiceStats {
 pub struct EndpointStats {
     /// Requests sent.
     pub requests: AtomicU64,
+    /// Bytes of requests that it answered, heads included.
+    pub bytes_in: AtomicU64,
+    /// Bytes of its answers that clients were sent, heads included.
+    pub bytes_out: AtomicU64,
     /// Tier 1.5 hits that ended here.
     pub hits: AtomicU64,
     /// Tier 1.5 hits that spill relief moved here.

@@ -11,7 +11,7 @@ pub(super) fn check(gateway: &Gateway, report: &mut Report) {
     let parity = match gateway.get("/config/ai/kv/parity") {
         Ok(parity) => parity,
         Err(why) => {
-            let fix = "give the address of [admin] listen; it answers only where it listens";
+            let fix = "give the address of [admin] listen, --token-file where it has tokens, and --cacert where it speaks TLS";
             return report.wrong(&subject, "reach", why, fix);
         }
     };

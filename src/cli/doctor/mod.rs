@@ -24,6 +24,7 @@ use std::time::Duration;
 use clap::Args;
 
 use super::inquiry::Gateway;
+use super::manage::Credentials;
 use super::{Outcome, outcome_of};
 use crate::config::{Config, ConfigError};
 use crate::rules::Rule;
@@ -45,6 +46,9 @@ pub(super) struct DoctorArgs {
     /// Management API of the other gateway of a pair, to be compared with this configuration, or with --url's gateway.
     #[arg(long, value_name = "URL")]
     peer: Option<String>,
+    /// How both of them let one in.
+    #[command(flatten)]
+    credentials: Credentials,
     /// Send one short generation to each engine, so that even an idle one shows its keys.
     #[arg(long, requires = "config")]
     probe: bool,
@@ -119,8 +123,9 @@ fn print(args: &DoctorArgs, report: &Report) -> Outcome {
 
 /// Makes all checks; the error is a wrong command.
 async fn examine(args: &DoctorArgs, config: Option<&Config>, report: &mut Report) -> Result<(), String> {
-    let url = args.url.as_deref().map(Gateway::at).transpose()?;
-    let peer = args.peer.as_deref().map(Gateway::at).transpose()?;
+    let at = |url: &str| Gateway::at(url, &args.credentials);
+    let url = args.url.as_deref().map(at).transpose()?;
+    let peer = args.peer.as_deref().map(at).transpose()?;
     if let Some(config) = config {
         let (mut cases, mut library) = (Vec::new(), engine::Library::default());
         for rule in &config.rules {

@@ -30,7 +30,14 @@ pub(super) fn check(peer: &Gateway, url: Option<&Gateway>, config: Option<&Confi
     let path = format!("/config/ai/kv/contract?nonce={}", nonce.to_hex());
     let theirs = match peer.get(&path) {
         Ok(theirs) => theirs,
-        Err(why) => return report.wrong(&subject, "reach", why, "give the address of its [admin] listen"),
+        Err(why) => {
+            return report.wrong(
+                &subject,
+                "reach",
+                why,
+                "give the address of its [admin] listen, and --token-file and --cacert where it wants them",
+            );
+        }
     };
     let ours = match (url, config) {
         (Some(url), _) => match url.get(&path) {

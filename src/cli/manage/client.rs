@@ -38,6 +38,13 @@ pub(in crate::cli) struct ServerArgs {
     /// How to talk to it.
     #[arg(long, value_enum, default_value_t = Protocol::Http, global = true)]
     protocol: Protocol,
+    #[command(flatten)]
+    credentials: Credentials,
+}
+
+/// How to be let in, and how to know that it is the gateway.
+#[derive(Clone, Debug, Default, Args)]
+pub(in crate::cli) struct Credentials {
     /// Token to show; others on this host can see it: prefer --token-file.
     #[arg(long, global = true)]
     token: Option<String>,
@@ -54,6 +61,23 @@ pub(in crate::cli) struct ServerArgs {
     /// Take any certificate: whoever is in between can read and change everything.
     #[arg(short = 'k', long, global = true)]
     insecure: bool,
+}
+
+impl Credentials {
+    /// What a request shows of who asks.
+    fn authorization(&self) -> Result<Option<String>, Ended> {
+        let token = match (&self.token, &self.token_file) {
+            (Some(token), _) => Some(token.clone()),
+            (None, Some(path)) => Some(read_token(path)?),
+            (None, None) => None,
+        };
+        let token = token.filter(|token| !token.is_empty());
+        Ok(token.map(|token| if self.bearer { format!("Bearer {token}") } else { token }))
+    }
+
+    fn tls(&self) -> Result<Arc<ClientConfig>, Ended> {
+        tls_config(self.cacert.as_deref(), self.insecure)
+    }
 }
 
 /// How to talk to the gateway.
@@ -80,30 +104,25 @@ impl<T: Read + Write> Wire for T {}
 
 impl Client {
     pub(super) fn new(args: &ServerArgs) -> Result<Self, Ended> {
-        let token = match (&args.token, &args.token_file) {
-            (Some(token), _) => Some(token.clone()),
-            (None, Some(path)) => Some(read_token(path)?),
-            (None, None) => None,
-        };
-        let token = token.filter(|token| !token.is_empty());
-        let tls = args.protocol == Protocol::Https || args.cacert.is_some();
+        let credentials = &args.credentials;
+        let tls = args.protocol == Protocol::Https || credentials.cacert.is_some();
         Ok(Client {
             host: args.apiserver.trim_start_matches('[').trim_end_matches(']').to_owned(),
             port: args.port,
             timeout: Duration::from_secs(args.timeout.max(1)),
-            authorization: token.map(|token| if args.bearer { format!("Bearer {token}") } else { token }),
-            tls: if tls { Some(tls_config(args.cacert.as_deref(), args.insecure)?) } else { None },
+            authorization: credentials.authorization()?,
+            tls: if tls { Some(credentials.tls()?) } else { None },
         })
     }
 
-    /// A gateway by its address: `http://HOST:PORT`, `https://HOST:PORT` (its certificate must be known to the system), or
-    /// without a scheme. No token is shown.
-    pub(in crate::cli) fn at(url: &str) -> Result<Self, Ended> {
+    /// A gateway by its address: `http://HOST:PORT`, `https://HOST:PORT`, or without a scheme, which is TLS where an
+    /// authority is given.
+    pub(in crate::cli) fn at(url: &str, credentials: &Credentials) -> Result<Self, Ended> {
         let (tls, rest) = match url.split_once("://") {
             Some(("https", rest)) => (true, rest),
             Some(("http", rest)) => (false, rest),
             Some(_) => (false, ""),
-            None => (false, url),
+            None => (credentials.cacert.is_some(), url),
         };
         let parts =
             rest.trim_end_matches('/').rsplit_once(':').and_then(|(host, port)| Some((host, port.parse().ok()?)));
@@ -114,8 +133,8 @@ impl Client {
             host: host.trim_start_matches('[').trim_end_matches(']').to_owned(),
             port,
             timeout: Duration::from_secs(10),
-            authorization: None,
-            tls: if tls { Some(tls_config(None, false)?) } else { None },
+            authorization: credentials.authorization()?,
+            tls: if tls { Some(credentials.tls()?) } else { None },
         })
     }
 

@@ -16,8 +16,8 @@ use clap::{Args, Subcommand};
 use serde_json::Value;
 
 use super::Outcome;
-pub(super) use client::Client;
 use client::ServerArgs;
+pub(super) use client::{Client, Credentials};
 use ports::{Ports, each_port};
 
 pub(super) use create::CreateLb;

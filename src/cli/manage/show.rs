@@ -286,7 +286,17 @@ fn ready(client: &Client, form: Form) -> Result<String, Ended> {
     };
     let shown = match form {
         Form::Json => pretty(&answer),
-        _ => table(&head, &answer["rules"].as_array().into_iter().flatten().map(row).collect::<Vec<_>>()),
+        _ => {
+            // Rules of the last run that are not in force yet have neither number nor endpoints here.
+            let waits = |rule: &Value| {
+                let reason = format!("waits: {}", text(&rule["why"]));
+                ["-".into(), String::new(), text(&rule["rule"]), "false".into(), "0".into(), "0".into(), reason]
+                    .to_vec()
+            };
+            let waiting = answer["rules_kept"]["waiting"].as_array().into_iter().flatten().map(waits);
+            let rules = answer["rules"].as_array().into_iter().flatten().map(row);
+            table(&head, &rules.chain(waiting).collect::<Vec<_>>())
+        }
     };
     if answer["ready"] == true {
         return Ok(shown);

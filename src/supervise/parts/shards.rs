@@ -22,7 +22,7 @@ use crate::cores::Plan;
 use super::PartError;
 
 /// Longest wait until every shard has confirmed a command.
-const CONFIRM_TIMEOUT: Duration = Duration::from_secs(1);
+pub(in crate::supervise) const CONFIRM_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause between two looks at what was confirmed.
 const CONFIRM_PAUSE: Duration = Duration::from_micros(500);
 /// Looks in a row that must find the driver unvisited until a shard is reported: a busy one visits it in 1 ms, and an
@@ -151,13 +151,18 @@ impl Shards {
     }
 
     /// Gives every shard the tables and waits until all serve with them.
-    pub(crate) async fn tables(&self, tables: Arc<Tables>) -> Result<(), PartError> {
-        self.tell_all(CONFIRM_TIMEOUT, |_| Ok(Command::Tables(Arc::clone(&tables)))).await
+    pub(crate) async fn tables(&self, tables: Arc<Tables>, until: Instant) -> Result<(), PartError> {
+        self.tell_all(until, |_| Ok(Command::Tables(Arc::clone(&tables)))).await
     }
 
     /// Lets every shard accept on a socket of its own.
-    pub(crate) async fn listen(&self, address: SocketAddr, sockets: &[Option<TcpListener>]) -> Result<(), PartError> {
-        self.tell_all(CONFIRM_TIMEOUT, |number| {
+    pub(crate) async fn listen(
+        &self,
+        address: SocketAddr,
+        sockets: &[Option<TcpListener>],
+        until: Instant,
+    ) -> Result<(), PartError> {
+        self.tell_all(until, |number| {
             let socket = sockets[number].as_ref().map(TcpListener::try_clone);
             let socket = socket.unwrap_or_else(|| Err(std::io::ErrorKind::NotFound.into()));
             socket.map(|socket| Command::Listen(address, socket)).map_err(|e| CommandError::Listen(address, e))
@@ -167,8 +172,24 @@ impl Shards {
 
     /// Lets no shard accept at the address any more.
     pub(crate) async fn unlisten(&self, address: SocketAddr) {
-        if let Err(error) = self.tell_all(CONFIRM_TIMEOUT, |_| Ok(Command::Unlisten(address))).await {
+        let until = Instant::now() + CONFIRM_TIMEOUT;
+        if let Err(error) = self.tell_all(until, |_| Ok(Command::Unlisten(address))).await {
             warn!(%address, %error, "a shard may still accept");
+        }
+    }
+
+    /// Tells every shard to be as it was before a change that failed: these tables, and none of these addresses. Nobody
+    /// waits for it: a shard does what it is told in order, and one that is silent would make the refusal late.
+    pub(crate) fn take_back(&self, tables: &Arc<Tables>, addresses: impl Iterator<Item = SocketAddr>) {
+        let commands: Vec<Option<SocketAddr>> = addresses.map(Some).chain([None]).collect();
+        for running in &self.running {
+            for address in &commands {
+                let command = address.map_or_else(|| Command::Tables(Arc::clone(tables)), Command::Unlisten);
+                if let Err(error) = running.handle.send(command) {
+                    let shard = running.handle.status().id.0;
+                    error!(shard, %error, "a shard does not take back the rules it had");
+                }
+            }
         }
     }
 
@@ -176,7 +197,7 @@ impl Shards {
     /// answered or the time is over.
     async fn tell_all(
         &self,
-        timeout: Duration,
+        until: Instant,
         command: impl Fn(usize) -> Result<Command, CommandError>,
     ) -> Result<(), PartError> {
         let mut waiting: Vec<(u16, Receipt)> = Vec::with_capacity(self.running.len());
@@ -188,7 +209,6 @@ impl Shards {
                 Err(source) => failure = failure.or(Some(PartError::ShardCommand { shard, source })),
             }
         }
-        let deadline = Instant::now() + timeout;
         loop {
             waiting.retain(|(shard, receipt)| match receipt.poll() {
                 None => true,
@@ -199,7 +219,7 @@ impl Shards {
                 }
             });
             let Some((shard, _)) = waiting.first() else { break };
-            if Instant::now() >= deadline {
+            if Instant::now() >= until {
                 failure.get_or_insert(PartError::ShardSilent { shard: *shard });
                 break;
             }
@@ -272,7 +292,8 @@ impl Shards {
 
     /// Lets every shard finish what runs and end, and cuts what is left after `timeout`.
     pub(super) async fn drain(self, timeout: Duration) {
-        if let Err(error) = self.tell_all(timeout + DRAIN_GRACE, |_| Ok(Command::Drain(timeout))).await {
+        if let Err(error) = self.tell_all(Instant::now() + timeout + DRAIN_GRACE, |_| Ok(Command::Drain(timeout))).await
+        {
             warn!(%error, "drain");
             return;
         }

@@ -26,6 +26,8 @@ use crate::service::{Service, count};
 
 /// How long a prefill answer is read on after the decode answer has come to its end.
 const DRAIN_MAX: Duration = Duration::from_secs(30);
+/// Time that a leg has beyond its own to end itself.
+const DRAIN_SLACK: Duration = Duration::from_millis(500);
 
 /// How a prefill leg ended.
 pub enum PrefillEnd {
@@ -71,6 +73,7 @@ impl Task<'_, '_> {
             errand.sent(&decision, decode);
             let (first, second) = self.messages(&decision, decode).await?;
             let end: Beside = Rc::default();
+            let kept = to_prefill.reused;
             let budget = dispatched.budget;
             let over = dispatched.at + budget;
             let beside = self.beside(&decision, to_prefill, first, dispatched, place, Rc::clone(&end));
@@ -99,12 +102,12 @@ impl Task<'_, '_> {
                             return errand.pass_on(client, &whole).await;
                         }
                         Some(PrefillEnd::TimedOut) => return Err(errand.refuse(LegRefusal::PrefillTimeout)),
-                        Some(PrefillEnd::Failed(fault)) => self.again(decision.endpoint, fault, fresh, &mut tried)?,
+                        Some(PrefillEnd::Failed(fault)) => self.again(decision.endpoint, fault, kept, &mut tried)?,
                         Some(PrefillEnd::Done(_)) | None => return Err(errand.failed(DecodeFault::Died)),
                     }
                 }
                 Err(DecodeFault::Stale(_)) if !fresh => {
-                    // A kept connection was dead: the same pair again, on fresh ones and under a new name.
+                    // As for a prefill leg: see [`Task::again`].
                     client.set_companion(None);
                     count(&errand.stats().connect_retry_same_ep);
                     errand.attempt.local.pools[decode.index()].clear();
@@ -112,7 +115,7 @@ impl Task<'_, '_> {
                 }
                 Err(fault) => {
                     client.set_companion(None);
-                    if matches!(end.take(), Some(PrefillEnd::Refused(_) | PrefillEnd::Failed(_))) {
+                    if end.take().is_some_and(|end| !matches!(end, PrefillEnd::Done(_))) {
                         self.count_abort();
                     }
                     return Err(errand.failed(fault));
@@ -126,9 +129,9 @@ impl Task<'_, '_> {
     }
 
     /// Notes a prefill leg that failed, and whether it may be tried again.
-    fn again(&self, index: EndpointIndex, fault: LegFault, fresh: bool, tried: &mut Tried) -> Result<(), Failure> {
-        if fault == (LegFault::Died { without_a_byte: true }) && !fresh && tried.stale == 0 {
-            // It may have been a kept connection that had ended.
+    fn again(&self, index: EndpointIndex, fault: LegFault, kept: bool, tried: &mut Tried) -> Result<(), Failure> {
+        if fault == (LegFault::Died { without_a_byte: true }) && kept {
+            // It was a kept connection that had ended: the same pair again, on fresh ones and under a new name.
             count(&self.errand.stats().connect_retry_same_ep);
             self.errand.attempt.local.pools[index.index()].clear();
             tried.stale += 1;
@@ -215,7 +218,8 @@ impl Task<'_, '_> {
                 count(&self.errand.stats().sg_decode_close_drain);
             }
             // The leg's own timer wakes the task that asked it first, which is not this one.
-            let left = over.saturating_duration_since(Instant::now()).min(DRAIN_MAX);
+            // The leg ends itself when its own time is over, and is counted by how; this is for one that does not.
+            let left = (over.saturating_duration_since(Instant::now()) + DRAIN_SLACK).min(DRAIN_MAX);
             executor::spawn(async move {
                 // An engine that does not end it is left.
                 let _ended = monoio::time::timeout(left, companion).await;
@@ -246,6 +250,11 @@ impl PrefillBeside {
             }
             Ok(Err(fault)) => {
                 self.counted.set(LegOutcome::Failed);
+                // A kept connection that had ended is no death.
+                let kept = upstream.reused && fault == (LegFault::Died { without_a_byte: true });
+                if matches!(fault, LegFault::Died { .. }) && !kept {
+                    count(&self.service.shared.stats_of(self.shard).pd.prefill_ep_died);
+                }
                 PrefillEnd::Failed(fault)
             }
             Ok(Ok(whole)) => {

@@ -99,7 +99,12 @@ impl Task<'_, '_> {
                     }
                     continue;
                 }
-                Ok(Err(fault)) => fault,
+                Ok(Err(fault)) => {
+                    if matches!(fault, LegFault::Died { .. }) {
+                        count(&errand.stats().prefill_ep_died);
+                    }
+                    fault
+                }
                 Ok(Ok(whole)) if whole.head.status >= 500 => {
                     errand.heard(errand.endpoint(index), whole.head.status);
                     errand.keep(index, upstream, &whole);
@@ -127,10 +132,7 @@ impl Task<'_, '_> {
     pub(super) fn note_failure(&self, index: EndpointIndex, fault: LegFault, tried: &mut Tried) -> Result<(), Failure> {
         let stats = self.errand.stats();
         let what = match fault {
-            LegFault::Died { .. } => {
-                count(&stats.prefill_ep_died);
-                "the endpoint ended the connection without an answer"
-            }
+            LegFault::Died { .. } => "the endpoint ended the connection without an answer",
             LegFault::TooLong => "the endpoint's answer is beyond the limit",
             LegFault::Malformed(reason) => reason,
         };

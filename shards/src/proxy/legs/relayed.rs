@@ -19,7 +19,7 @@ use crate::proxy::relay::{self, CLOSE_LINE, Fault, Heard, Progress, Terms};
 use crate::proxy::upstream::Upstream;
 use crate::proxy::watch::Interrupt;
 use crate::route::Tier;
-use crate::service::count;
+use crate::service::{add, count};
 
 /// How long a decode leg that failed waits to hear whether the prefill leg is to blame.
 const BLAME_WAIT: Duration = Duration::from_millis(100);
@@ -159,6 +159,8 @@ impl Errand<'_> {
         }
         let stats = self.service().shared.stats_of(proxy.id);
         count(&stats.responses[usize::from(status / 100).min(5)]);
+        let counters = endpoint.shared.stats_of(proxy.id);
+        add(&counters.bytes_in, self.request().bytes.len() as u64);
         let close =
             !self.request().head.keep_alive || proxy.draining.get() || begun.head.body == ResponseBody::UntilClose;
         let added = self.lines_for_client(relaying, at, begun.head.has_request_id, close);
@@ -168,6 +170,7 @@ impl Errand<'_> {
             is_http10,
             broken: relaying.dialect.map_or(BROKEN_EVENTS, broken_events),
             wants_done: relaying.dialect.is_some(),
+            stats: counters,
         };
         let progress = |progress| {
             if event_stream && matches!(progress, Progress::Began) {

@@ -1,8 +1,10 @@
 //! `bench pd`: requests with a prefill and a decode leg.
 //!
 //! Overhead: CPU of the gateway's shard per P/D request, beside that of two plain forwards of the same body to the same
-//! engines. Cancelling: clients leave at random moments, and both engines' own accounts say when they heard of it.
-//! The engines are simulated in this process; the gateway is a process of its own.
+//! engines. Cancelling: clients leave at random moments of their requests' lives, and both engines' own accounts say when
+//! they heard of it ([`cancel`]). The engines are simulated in this process; the gateway is a process of its own.
+
+mod cancel;
 
 use std::fmt::Write as _;
 use std::io::{Read, Write as _};
@@ -14,8 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use loadgen::child::{Child, free_ports};
-use loadgen::engine::{Engine, EngineHandle, EngineKind, EngineOptions, LegEnd, Role};
-use loadgen::workload::Random;
+use loadgen::engine::{Engine, EngineHandle, EngineKind, EngineOptions, Role};
 use serde_json::json;
 
 use crate::e2e::cpu;
@@ -23,13 +24,13 @@ use crate::e2e::cpu;
 /// Setup of the run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
-    /// Which engines
-    #[arg(long, value_enum, default_value_t)]
-    pub kind: EngineKind,
-    /// P/D requests of the overhead's measurement, and as many plain pairs
+    /// How the engines share requests; all ways one after the other where none is given
+    #[arg(long, value_enum)]
+    pub dialect: Vec<Way>,
+    /// P/D requests of the overhead's measurement, and as many plain pairs; 0 to measure none
     #[arg(long, default_value_t = 2_000)]
     pub requests: u64,
-    /// Clients that leave
+    /// Clients that leave before the end of their answer, for each way; 0 for none
     #[arg(long, default_value_t = 1_000)]
     pub disconnects: u64,
     /// Clients at once
@@ -41,6 +42,29 @@ pub struct Args {
     /// Seed of the moments at which clients leave
     #[arg(long, default_value_t = 17)]
     pub seed: u64,
+}
+
+/// How two engines share a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Way {
+    /// vLLM, the decode engine comes for the blocks
+    Pull,
+    /// vLLM, the prefill engine brings them
+    Push,
+    /// SGLang's bootstrap rooms
+    Sglang,
+    /// TensorRT-LLM, context first
+    Trtllm,
+}
+
+impl Way {
+    fn kind(self) -> EngineKind {
+        match self {
+            Way::Pull | Way::Push => EngineKind::Vllm,
+            Way::Sglang => EngineKind::Sglang,
+            Way::Trtllm => EngineKind::Trtllm,
+        }
+    }
 }
 
 /// CPU of a P/D request beyond two plain forwards, at most.
@@ -64,30 +88,40 @@ struct Setup {
 /// # Errors
 /// Engines or a gateway that do not start or answer.
 pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
-    if args.clients == 0 || args.kind == EngineKind::Llamacpp {
-        bail!("--clients is at least 1, and llamacpp has no P/D");
+    if args.clients == 0 {
+        bail!("--clients is at least 1");
     }
     let directory = std::env::temp_dir().join(format!("kvlane-pd-{}", std::process::id()));
     std::fs::create_dir_all(&directory)?;
     let result = run(args, &directory);
     let _ = std::fs::remove_dir_all(&directory);
-    let (text, good) = result?;
-    print!("{text}");
-    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if result? { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn run(args: &Args, directory: &Path) -> anyhow::Result<(String, bool)> {
-    let mut text = format!("{args:?}\n");
-    let overhead = overhead(args, directory, &mut text)?;
-    let slowest = cancel(args, directory, &mut text)?;
-    Ok((text, overhead <= OVERHEAD_MAX && slowest <= CANCEL_MAX))
+fn run(args: &Args, directory: &Path) -> anyhow::Result<bool> {
+    let all = [Way::Pull, Way::Push, Way::Sglang, Way::Trtllm];
+    let ways = if args.dialect.is_empty() { &all[..] } else { &args.dialect };
+    println!("{args:?}");
+    let mut good = true;
+    for way in ways {
+        let mut text = String::new();
+        if args.requests > 0 {
+            good &= overhead(args, *way, directory, &mut text)? <= OVERHEAD_MAX;
+        }
+        if args.disconnects > 0 {
+            good &= cancel::measure(args, *way, directory, &mut text)? <= CANCEL_MAX;
+        }
+        text.lines().for_each(|line| println!("{way:?}: {line}"));
+    }
+    Ok(good)
 }
 
-fn start(args: &Args, directory: &Path, speed: fn(&mut EngineOptions)) -> anyhow::Result<Setup> {
+fn start(way: Way, directory: &Path, speed: fn(&mut EngineOptions)) -> anyhow::Result<Setup> {
     let side_port = free_ports(1)?[0];
     let engine = |role: Role, place: u8| {
-        let mut options = EngineOptions { kind: args.kind, role, ..EngineOptions::ephemeral() };
-        if args.kind == EngineKind::Sglang {
+        let mut options = EngineOptions { kind: way.kind(), role, ..EngineOptions::ephemeral() };
+        options.nixl_push = way == Way::Push;
+        if way == Way::Sglang {
             // Their bootstrap servers share a port.
             (options.host, options.side_port) = (Ipv4Addr::new(127, 0, 0, 2 + place).into(), side_port);
         }
@@ -99,13 +133,15 @@ fn start(args: &Args, directory: &Path, speed: fn(&mut EngineOptions)) -> anyhow
     let plain_engines = (2..4).map(|place| engine(Role::None, place)).collect::<Result<Vec<_>, _>>()?;
     let ports = free_ports(3)?;
     let (admin, pd, plain) = (ports[0], ports[1], ports[2]);
-    let kind = format!("{:?}", args.kind).to_lowercase();
+    let kind = format!("{:?}", way.kind()).to_lowercase();
     let mut config = format!(
         "[admin]\nlisten = \"127.0.0.1:{admin}\"\n\n[shards]\ncores = [0]\n\n[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {pd}\n\
          protocol = \"tcp\"\npd_disagg_mode = true\nkvEngineType = \"{kind}\"\n"
     );
-    if args.kind == EngineKind::Sglang {
-        writeln!(config, "pdBootstrapPort = {side_port}")?;
+    match way {
+        Way::Sglang => writeln!(config, "pdBootstrapPort = {side_port}")?,
+        Way::Push => config.push_str("pdNixlPush = true\n"),
+        Way::Pull | Way::Trtllm => {}
     }
     let endpoint = |config: &mut String, engine: &EngineHandle, role: u8| {
         let at = engine.http_addr;
@@ -114,6 +150,9 @@ fn start(args: &Args, directory: &Path, speed: fn(&mut EngineOptions)) -> anyhow
     };
     for (first, second) in prefill.iter().zip(&decode) {
         endpoint(&mut config, first, 1)?;
+        if let Some(side) = first.side_addr().filter(|_| way == Way::Push) {
+            writeln!(config, "nixl_port = {}\nnixl_engine_id = \"engine-{side}\"", side.port())?;
+        }
         endpoint(&mut config, second, 2)?;
     }
     let rule = format!(
@@ -136,11 +175,12 @@ fn start(args: &Args, directory: &Path, speed: fn(&mut EngineOptions)) -> anyhow
     Ok(Setup { prefill, decode, _plain_engines: plain_engines, gateway, pd: at(pd), plain: at(plain) })
 }
 
-fn request(number: u64, prompt: usize, stream: bool) -> Vec<u8> {
+/// A request, which the engines' accounts know by its number.
+fn request(number: u64, prompt: usize, tokens: usize, stream: bool) -> Vec<u8> {
     let text = format!("{number} {}", "the lake is deep ".repeat(prompt / 17));
-    let body = json!({"prompt": text, "max_tokens": 4, "stream": stream}).to_string();
+    let body = json!({"prompt": text, "max_tokens": tokens, "stream": stream}).to_string();
     format!(
-        "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nX-Request-Id: bench-{number}\r\nContent-Type: application/json\r\n\
+        "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nX-Mark: {number}\r\nContent-Type: application/json\r\n\
          Content-Length: {}\r\n\r\n{body}",
         body.len()
     )
@@ -153,8 +193,8 @@ fn shard_time(gateway: &Child) -> anyhow::Result<u64> {
     Ok(time.threads.iter().filter(|(name, _)| name.starts_with("shard")).map(|(_, ns)| ns).sum())
 }
 
-fn overhead(args: &Args, directory: &Path, text: &mut String) -> anyhow::Result<f64> {
-    let setup = start(args, directory, |_| ())?;
+fn overhead(args: &Args, way: Way, directory: &Path, text: &mut String) -> anyhow::Result<f64> {
+    let setup = start(way, directory, |_| ())?;
     // Once unmeasured: connections, buffers and pages are there afterwards.
     for at in [setup.pd, setup.plain] {
         send_all(args, at, 200)?;
@@ -191,7 +231,7 @@ fn send_all(args: &Args, at: SocketAddr, count: u64) -> anyhow::Result<()> {
                         if number >= count {
                             return Ok(());
                         }
-                        stream.write_all(&request(number, args.prompt, false))?;
+                        stream.write_all(&request(number, args.prompt, 4, false))?;
                         read_answer(&mut stream, &mut answer)?;
                     }
                 })
@@ -221,79 +261,5 @@ fn read_answer(stream: &mut TcpStream, answer: &mut Vec<u8>) -> anyhow::Result<(
         if answer.len() >= end + 4 + length {
             return Ok(());
         }
-    }
-}
-
-fn cancel(args: &Args, directory: &Path, text: &mut String) -> anyhow::Result<Duration> {
-    // A prompt takes some 20 ms, an answer as long: whoever leaves within 50 ms leaves anywhere.
-    let slow = |options: &mut EngineOptions| {
-        (options.time_scale, options.ttft_floor_ms, options.decode_tps) = (1.0, 20.0, 200.0);
-        options.blocks = 65_536;
-    };
-    let setup = start(args, directory, slow)?;
-    let next = AtomicU64::new(0);
-    let left: Vec<(u64, Instant)> = std::thread::scope(|scope| {
-        let clients: Vec<_> = (0..args.clients as u64)
-            .map(|client| {
-                let next = &next;
-                let setup = &setup;
-                scope.spawn(move || leave(args, setup.pd, client, next))
-            })
-            .collect();
-        let joined =
-            clients.into_iter().map(|client| client.join().map_err(|_| anyhow::anyhow!("a client panicked"))?);
-        joined.collect::<anyhow::Result<Vec<_>>>().map(|all| all.concat())
-    })?;
-    std::thread::sleep(Duration::from_millis(500));
-    let mut slowest = Duration::ZERO;
-    for (name, engines) in [("prefill", &setup.prefill), ("decode", &setup.decode)] {
-        let mut times: Vec<Duration> = Vec::new();
-        let mut running = 0;
-        for leg in engines.iter().flat_map(EngineHandle::legs) {
-            let Some((at, end)) = leg.ended else {
-                running += 1;
-                continue;
-            };
-            let number = leg.request_id.as_deref().and_then(|id| id.strip_prefix("bench-")?.parse::<u64>().ok());
-            let gone = number.and_then(|number| left.iter().find(|(left, _)| *left == number));
-            if let Some((_, gone)) = gone
-                && end == LegEnd::Cancelled
-            {
-                times.push(at.saturating_duration_since(*gone));
-            }
-        }
-        times.sort_unstable();
-        let at = |share: f64| times.get((times.len() as f64 * share) as usize).copied().unwrap_or_default();
-        writeln!(
-            text,
-            "cancelling: {} {name} legs, heard of after {:.1} ms (p50), {:.1} ms (p99), {:.1} ms (last); {running} still run",
-            times.len(),
-            at(0.5).as_secs_f64() * 1e3,
-            at(0.99).as_secs_f64() * 1e3,
-            times.last().copied().unwrap_or_default().as_secs_f64() * 1e3,
-        )?;
-        if running > 0 {
-            bail!("{running} {name} legs were left to themselves");
-        }
-        slowest = slowest.max(at(0.99));
-    }
-    Ok(slowest)
-}
-
-/// Sends requests and leaves each at a random moment; when, by its number.
-fn leave(args: &Args, at: SocketAddr, client: u64, next: &AtomicU64) -> anyhow::Result<Vec<(u64, Instant)>> {
-    let mut random = Random::of(args.seed, client, 0);
-    let mut left = Vec::new();
-    loop {
-        let number = next.fetch_add(1, Ordering::Relaxed);
-        if number >= args.disconnects {
-            return Ok(left);
-        }
-        let mut stream = TcpStream::connect(at)?;
-        stream.set_nodelay(true)?;
-        stream.write_all(&request(number, args.prompt, number.is_multiple_of(2)))?;
-        std::thread::sleep(Duration::from_micros(random.below(50_000) as u64));
-        left.push((number, Instant::now()));
-        drop(stream);
     }
 }
