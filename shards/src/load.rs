@@ -60,12 +60,26 @@ impl Load {
     pub fn requests(self) -> u32 {
         self.prefill + self.decode
     }
+}
 
-    fn of_word(word: u64) -> Load {
+/// A load in one word, as the table has it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Packed(u64);
+
+impl Packed {
+    /// Requests in flight.
+    #[must_use]
+    pub fn requests(self) -> u32 {
+        ((self.0 & REQUESTS_MASK) + (self.0 >> REQUESTS_BITS & REQUESTS_MASK)) as u32
+    }
+
+    /// The whole of it.
+    #[must_use]
+    pub fn load(self) -> Load {
         Load {
-            prefill: (word & REQUESTS_MASK) as u32,
-            decode: (word >> REQUESTS_BITS & REQUESTS_MASK) as u32,
-            tokens: (word >> (2 * REQUESTS_BITS)) * UNIT_TOKENS,
+            prefill: (self.0 & REQUESTS_MASK) as u32,
+            decode: (self.0 >> REQUESTS_BITS & REQUESTS_MASK) as u32,
+            tokens: (self.0 >> (2 * REQUESTS_BITS)) * UNIT_TOKENS,
         }
     }
 }
@@ -174,7 +188,7 @@ impl LoadTable {
     /// What is in flight at the endpoint, as `shard` sees it.
     #[must_use]
     pub fn seen_by(&self, shard: ShardId, slot: LoadSlot) -> Load {
-        self.view(shard).of(slot)
+        self.view(shard).packed(slot).load()
     }
 
     /// What is in flight at all endpoints, as `shard` sees it, for who looks at many of them.
@@ -186,8 +200,12 @@ impl LoadTable {
     /// What is in flight at the endpoint over all shards, exact when the shards stand still.
     #[must_use]
     pub fn total(&self, slot: LoadSlot) -> Load {
+        self.packed_total(slot).load()
+    }
+
+    fn packed_total(&self, slot: LoadSlot) -> Packed {
         let words = self.own.iter().map(|own| own.words[slot.0 as usize].load(Ordering::Relaxed));
-        Load::of_word(words.fold(0, u64::wrapping_add))
+        Packed(words.fold(0, u64::wrapping_add))
     }
 
     /// Publishes every shard's view of the other shards, if any of them changed its row since the last time. Called by
@@ -267,16 +285,16 @@ pub struct View<'a> {
 impl View<'_> {
     /// What is in flight at the endpoint.
     #[must_use]
-    pub fn of(&self, slot: LoadSlot) -> Load {
+    pub fn packed(&self, slot: LoadSlot) -> Packed {
         let slot = slot.0 as usize;
         let own = self.own[slot].load(Ordering::Relaxed);
-        Load::of_word(own.wrapping_add(self.others[slot].load(Ordering::Relaxed)))
+        Packed(own.wrapping_add(self.others[slot].load(Ordering::Relaxed)))
     }
 
     /// What is in flight at the endpoint now: other shards' requests too. It takes a line from each of them.
     #[must_use]
-    pub fn exact(&self, slot: LoadSlot) -> Load {
-        self.table.total(slot)
+    pub fn exact(&self, slot: LoadSlot) -> Packed {
+        self.table.packed_total(slot)
     }
 }
 

@@ -22,6 +22,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -37,8 +38,8 @@ const PACE_LESSONS: f32 = 16.0;
 const FACTOR_STEP: (f32, f32) = (1.0 / 32.0, 0.25);
 /// A run of lessons on one side longer than this is no chance.
 const RUN_OF_CHANCE: u32 = 4;
-/// The largest deviation from the pace that is taken for noise, as a logarithm.
-const NOISE: f32 = 0.3;
+/// Factors that are taken for noise: less than 0.3 from 1, as logarithms.
+const NOISE: RangeInclusive<f32> = 0.740_818_26..=1.349_858_8;
 /// Lessons of a service within which half of what is known of a silent endpoint is forgotten, and the most halves.
 const FORGOTTEN_BY: u32 = 256;
 const HALVES_MOST: u32 = 16;
@@ -170,7 +171,7 @@ impl Slowness {
     #[must_use]
     pub fn factor(&self, lessons: u32) -> f32 {
         let factor = self.remembered(lessons);
-        if factor == 1.0 || factor.ln().abs() < NOISE { 1.0 } else { factor }
+        if NOISE.contains(&factor) { 1.0 } else { factor }
     }
 
     fn remembered(&self, lessons: u32) -> f32 {
@@ -229,6 +230,19 @@ mod tests {
     fn answers_under_way_take_their_part_of_each_step() {
         assert_close(work(1_000, 0), 1_000.0, 1e-6);
         assert_close(work(1_000, 512), 1_500.0, 1e-6);
+    }
+
+    #[test]
+    fn noise_ends_at_three_tenths_as_a_logarithm() {
+        let is_noise = |factor: f32| factor.ln().abs() < 0.3;
+        for bits in (0.05_f32.to_bits()..20.0_f32.to_bits()).step_by(4_999) {
+            let factor = f32::from_bits(bits);
+            assert_eq!(NOISE.contains(&factor), is_noise(factor), "{factor}");
+        }
+        for end in [*NOISE.start(), *NOISE.end()] {
+            let beside = [end.next_down(), end, end.next_up()];
+            assert_eq!(beside.map(|factor| NOISE.contains(&factor)), beside.map(is_noise));
+        }
     }
 
     #[test]

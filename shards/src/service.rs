@@ -23,12 +23,14 @@ mod kv;
 mod policy;
 mod ring;
 mod stats;
+mod vitals;
 
-pub use endpoint::{Endpoint, EndpointShared, EngineLoad};
+pub use endpoint::{Endpoint, EndpointShared, EngineLoad, Target};
 pub use kv::{Adapter, EngineRender, KvExact, MediumWeights};
 pub use policy::{Blend, Bypass, Disagg, PrefixHashing, Role, Select, SessionSource, Sessions};
 pub use ring::Ring;
 pub use stats::{EndpointStats, MissReason, ServiceStats, add, count};
+pub use vitals::{Board, Vitals};
 
 /// Everything a shard needs to serve: handed over whole, swapped at once.
 #[derive(Debug)]

@@ -14,7 +14,7 @@ use shards::ids::{EndpointIndex, Rank, ServiceId, ShardId};
 use shards::inventory::{self, ReaderFactory};
 use shards::load::{LoadSlot, LoadTable};
 use shards::prompt::{Api, Entry, Job, Keying, Model, ModelTable, Rendering, Step};
-use shards::service::{self, Endpoint, EndpointShared, KvExact, Service, ServiceShared, Tables};
+use shards::service::{self, Endpoint, EndpointShared, KvExact, Service, ServiceShared, Tables, Target};
 use shards::shard::{Command, ShardHandle, ShardOptions, spawn};
 use support::*;
 
@@ -78,8 +78,7 @@ impl Shards {
 
     fn service_at(&self, listen: SocketAddr, engines: &[&Engine], inventory: &ReaderFactory, count: usize) -> Service {
         let endpoint = |(engine, shared): (&&Engine, &Arc<EndpointShared>)| {
-            let placeholder = EndpointShared::new(shared.index, shared.slot, count);
-            Endpoint { shared: Arc::clone(shared), ..Endpoint::at(engine.address, placeholder) }
+            Endpoint::of(Target::at(engine.address), Arc::clone(shared))
         };
         let kv = KvExact::with_defaults(BLOCK_TOKENS, contract(), inventory.clone());
         let endpoints = engines.iter().zip(&self.endpoints).map(endpoint).collect();
@@ -119,7 +118,7 @@ fn of_32_hits_in_a_row_beside_a_cold_worker_the_16th_and_the_32nd_are_diverted_w
         held.iter().for_each(|key| writer.store(*key, holder));
         eventually("the inventory is published", || writer.try_publish() && writer.pending() == 0);
         let shards = Shards::start(count, &model, &engines.each_ref(), &inventory);
-        shards.endpoints[0].kv_blocks.store(held.len() as u64, Ordering::Relaxed);
+        shards.endpoints[0].set_kv_blocks(held.len() as u64);
         let diverted: Vec<_> = (1..=32)
             .filter(|number| {
                 let address = shards.addresses[number % count];

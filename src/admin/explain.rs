@@ -154,7 +154,7 @@ fn endpoints(control: &Control, service: &Service, runs: &[Run]) -> Vec<Value> {
             "up": shared.is_up(),
             "candidate": endpoint.is_candidate(),
             "blocks": blocks(shared.index).unwrap_or(0),
-            "keys": shared.kv_blocks.load(Ordering::Relaxed),
+            "keys": shared.kv_blocks(),
             "in_flight": control.loads.total(shared.slot).requests(),
         })
     });

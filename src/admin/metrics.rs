@@ -174,7 +174,7 @@ fn endpoints(families: &mut Families<'_>, view: &View, control: &Control) -> std
         families.counter(name, help, samples)?;
     }
     let routed = each_endpoint(view).filter(|(_, endpoint)| endpoint.role != Role::Decode);
-    let blocks = routed.map(|(labels, e)| (labels, e.shared.kv_blocks.load(Ordering::Relaxed)));
+    let blocks = routed.map(|(labels, e)| (labels, e.shared.kv_blocks()));
     families.gauge("loxilb_pd_kv_blocks", "Blocks announced by the engine and not withdrawn", blocks)?;
     let info = each_endpoint(view).map(|(mut labels, endpoint)| {
         labels.push(("ep", endpoint.address.to_string()));

@@ -69,7 +69,7 @@ pub(super) fn encode(families: &mut Families<'_>, view: &View) -> std::fmt::Resu
         let decode = entry.service.endpoints.iter().filter(|endpoint| endpoint.role == Role::Decode);
         decode.map(|endpoint| {
             let labels = labels(entry, &[("ep_idx", &endpoint.shared.index.0.to_string())]);
-            (labels, endpoint.shared.kv_blocks.load(Ordering::Relaxed))
+            (labels, endpoint.shared.kv_blocks())
         })
     });
     families.gauge("kvlane_pd_decode_blocks", "Blocks that decode endpoints announced, for the bypass alone", held)?;

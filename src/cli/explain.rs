@@ -7,7 +7,6 @@ use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use clap::Args;
@@ -321,7 +320,7 @@ fn overlaps(gateway: &Gateway, rule: &Rule, service: &Service, keys: &[BlockKey]
         let blocks = keys.iter().take_while(|key| held.contains(&key.0)).count();
         let up = told.up.get(index).copied().unwrap_or(false);
         let shared = &service.endpoints[index].shared;
-        shared.kv_blocks.store(held.len() as u64, Ordering::Relaxed);
+        shared.set_kv_blocks(held.len() as u64);
         if !up {
             shared.mark_down();
         }

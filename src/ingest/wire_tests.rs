@@ -208,8 +208,7 @@ impl Gateway {
 
     fn holds(&self, endpoint: u16, expected: &[u64]) -> bool {
         let shared = &self.endpoints[usize::from(endpoint)].shared;
-        self.held(endpoint) == expected.iter().copied().collect()
-            && shared.kv_blocks.load(Ordering::Relaxed) == expected.len() as u64
+        self.held(endpoint) == expected.iter().copied().collect() && shared.kv_blocks() == expected.len() as u64
     }
 
     /// (endpoint, rank) of those whose block may be routed by.
@@ -634,7 +633,7 @@ fn a_full_stream_is_ingested_and_its_rate_printed() {
         engine.send_raw(&[b"", &seq.to_be_bytes(), payload]);
     }
     let shared = Arc::clone(&gateway.endpoints[0].shared);
-    until("all are counted", || shared.kv_blocks.load(Ordering::Relaxed) == BLOCKS);
+    until("all are counted", || shared.kv_blocks() == BLOCKS);
     until("all are visible", || gateway.held(0).len() as u64 == BLOCKS);
     let rate = BLOCKS as f64 / start.elapsed().as_secs_f64() / 1e6;
     eprintln!("ingest over ZMQ, decode to published: {rate:.2} M blocks/s (16 tokens each, 9 bytes per token)");

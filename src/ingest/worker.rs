@@ -352,7 +352,7 @@ impl Worker {
                 for endpoint in service.endpoints.values() {
                     let drained = endpoint.drain.as_ref().map_or(0, DrainSource::distinct);
                     endpoint.shared.emptied.store(endpoint.emptied(), Ordering::Relaxed);
-                    endpoint.shared.kv_blocks.store(endpoint.copies.distinct() + drained, Ordering::Relaxed);
+                    endpoint.shared.set_kv_blocks(endpoint.copies.distinct() + drained);
                 }
             }
             if service.writer.pending() > 0 {
@@ -541,7 +541,7 @@ impl Worker {
             self.drains.retain(|place| *place != (id, index));
         }
         self.places.retain(|_, place| place.service != id || place.endpoint != index);
-        endpoint.shared.kv_blocks.store(0, Ordering::Relaxed);
+        endpoint.shared.set_kv_blocks(0);
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use shards::ids::ServiceId;
 use shards::inventory::ReaderFactory;
-use shards::service::{Endpoint, EndpointShared, KvExact, Role, Service, ServiceShared};
+use shards::service::{Endpoint, EndpointShared, KvExact, Role, Service, ServiceShared, Target};
 
 use crate::discovery::ServiceFacts;
 
@@ -95,22 +95,24 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
 
 fn compile_place(rule: &Rule, place: &Place) -> Endpoint {
     let endpoint = place.in_rule.map(|at| &rule.endpoints[at]);
-    Endpoint {
+    let target = Target {
         // A name without an address has weight 0 below, so that nothing is sent to this placeholder.
         address: place.address.unwrap_or(SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0)),
         dns_name: endpoint.and_then(|endpoint| match &endpoint.host {
             Host::Ip(_) => None,
             Host::Name(name) => Some(name.clone()),
         }),
-        weight: endpoint.filter(|_| place.address.is_some()).map_or(0, |endpoint| endpoint.weight),
-        backup: endpoint.is_some_and(|endpoint| endpoint.backup),
-        retired: endpoint.is_none(),
-        role: endpoint.map_or(Role::Normal, |endpoint| endpoint.role),
         nixl_port: endpoint.map_or(0, |endpoint| endpoint.nixl_port),
         nixl_engine_id: endpoint
             .map(|endpoint| endpoint.nixl_engine_id.as_str())
             .filter(|id| !id.is_empty())
             .map(Into::into),
-        shared: Arc::clone(&place.shared),
+    };
+    Endpoint {
+        weight: endpoint.filter(|_| place.address.is_some()).map_or(0, |endpoint| endpoint.weight),
+        backup: endpoint.is_some_and(|endpoint| endpoint.backup),
+        retired: endpoint.is_none(),
+        role: endpoint.map_or(Role::Normal, |endpoint| endpoint.role),
+        ..Endpoint::of(target, Arc::clone(&place.shared))
     }
 }

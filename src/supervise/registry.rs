@@ -389,7 +389,8 @@ impl Registry {
             return None;
         }
         let index = EndpointIndex(u16::try_from(index).expect("PLACES_MAX is below 65,536"));
-        let shared = Arc::new(EndpointShared::new(index, self.slots.take()?, self.shards));
+        let slot = self.slots.take()?;
+        let shared = Arc::new(EndpointShared::with(self.slots.vitals(slot), index, self.shards));
         Some(Place { address: None, shared, in_rule: None })
     }
 

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use shards::load::{LoadSlot, LoadTable};
-use shards::service::EndpointShared;
+use shards::service::{Board, EndpointShared, Vitals};
 
 /// Endpoints of all rules together, those of deleted rules with requests under way included. Beyond it a rule is
 /// refused.
@@ -13,6 +13,8 @@ pub const LOAD_SLOTS: usize = 8192;
 #[derive(Debug)]
 pub(super) struct Slots {
     loads: Arc<LoadTable>,
+    /// A place for each of them.
+    board: Board,
     free: Vec<LoadSlot>,
     next: u32,
     /// Places of endpoints that are gone, while a compiled table or a request may still count there.
@@ -21,7 +23,7 @@ pub(super) struct Slots {
 
 impl Slots {
     pub(super) fn new(loads: Arc<LoadTable>) -> Self {
-        Slots { loads, free: Vec::new(), next: 0, leaving: Vec::new() }
+        Slots { board: Board::new(loads.slots()), loads, free: Vec::new(), next: 0, leaving: Vec::new() }
     }
 
     /// A place; none when all are taken.
@@ -32,6 +34,11 @@ impl Slots {
                 LoadSlot(self.next - 1)
             })
         })
+    }
+
+    /// Fresh vitals at a place that was taken.
+    pub(super) fn vitals(&self, slot: LoadSlot) -> Vitals {
+        self.board.vitals(slot)
     }
 
     /// How many places were ever handed out: those in use are among the first so many.

@@ -1,14 +1,13 @@
 //! What is stored and what decides, all drawn from one seed.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use shards::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
 use shards::ids::{BlockKey, EndpointIndex, ServiceId, ShardId};
 use shards::inventory::{self, Run};
 use shards::load::{LoadSlot, LoadTable, Reservation};
 use shards::route::{Chooser, Decision, Evidence, Facts, Turn, decide};
-use shards::service::{Endpoint, EndpointShared, KvExact, Service};
+use shards::service::{Board, Endpoint, EndpointShared, KvExact, Service};
 
 pub use crate::ingest::fleet::Rng;
 
@@ -78,7 +77,8 @@ impl Decider {
     pub fn new(endpoints: u16, shards: usize, seed: u64) -> Self {
         let (_, inventory) = inventory::new(&inventory::Options { blocks_expected: 1 });
         let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED));
-        let endpoints_of = (0..endpoints).map(endpoint).collect();
+        let board = Board::new(usize::from(endpoints));
+        let endpoints_of = (0..endpoints).map(|index| endpoint(&board, index)).collect();
         let service = Service {
             kv: Some(KvExact::with_defaults(BLOCK_TOKENS, contract, inventory)),
             ..Service::plain(ServiceId(0), ([127, 0, 0, 1], 8_000).into(), endpoints_of, 1)
@@ -103,8 +103,8 @@ impl Decider {
     }
 }
 
-fn endpoint(index: u16) -> Endpoint {
-    let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 1);
-    shared.kv_blocks.store(1_000, Ordering::Relaxed);
+fn endpoint(board: &Board, index: u16) -> Endpoint {
+    let shared = EndpointShared::with(board.vitals(LoadSlot(u32::from(index))), EndpointIndex(index), 1);
+    shared.set_kv_blocks(1_000);
     Endpoint::at(([127, 0, 0, 1], 9_000).into(), shared)
 }

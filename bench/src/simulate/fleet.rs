@@ -7,7 +7,6 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use shards::ids::ShardId;
@@ -210,7 +209,7 @@ pub fn run(trace: &Trace, setup: &Setup, policy: &mut Policy<'_>) -> Outcome {
         fleet.run_until(now);
         fleet.views.iter_mut().for_each(|view| view.hear(now));
         for (view, endpoint) in fleet.views.iter().zip(&fleet.service.endpoints) {
-            endpoint.shared.kv_blocks.store(view.blocks, Ordering::Relaxed);
+            endpoint.shared.set_kv_blocks(view.blocks);
         }
         let choice = policy.choose(&fleet, number, now);
         fleet.dispatch(number, now, choice);

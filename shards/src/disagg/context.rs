@@ -201,8 +201,11 @@ mod tests {
         String::from_utf8(splice.into_vec()).expect("text")
     }
 
+    /// The parameters, and the ids where there are some.
+    type Read = (Vec<u8>, Option<Vec<u8>>);
+
     /// What an answer comes to: what is handed over, or none where it is complete.
-    fn read(answer: &[u8]) -> Result<Option<(Vec<u8>, Option<Vec<u8>>)>, ContextError> {
+    fn read(answer: &[u8]) -> Result<Option<Read>, ContextError> {
         let answer = Splice::of(answer).map_err(|_| NO_OBJECT)?;
         let choice = Splice::of(choice(&answer)?).map_err(|_| NO_CHOICE)?;
         let Some(found) = params(&choice)? else { return Ok(None) };

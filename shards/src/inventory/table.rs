@@ -3,7 +3,7 @@
 //! **Invariant.** A side changes only by [`Op`]s: what follows from an operation follows from the side's own content,
 //! never from a clock or from the other side.
 
-use super::runs::{RUN_MAX, Row, Run, positions};
+use super::runs::{RUN_MAX, Run, positions};
 use super::slots::{KEYS_EXPECTED, Place, RUNS_MAX, SEGMENTS_MAX, Slots, Vacant};
 use super::{Medium, SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
@@ -91,10 +91,28 @@ struct SpaceSlot {
 /// A part of one side: the slots of the keys whose hashes belong here, and the runs whose first key did.
 #[derive(Clone, Debug, Default)]
 struct Segment {
-    slots: Slots,
+    /// Of keys that a run begins with. There are few of them, and most look-ups need no others: so they stay in the
+    /// processor's caches.
+    heads: Slots,
+    /// Of all other keys.
+    others: Slots,
     runs: Vec<Run>,
     /// Empty runs.
     free: Vec<u32>,
+}
+
+/// Where the slot of a key that nobody holds would be, in either place.
+#[derive(Clone, Copy, Debug)]
+struct Absent {
+    head: Vacant,
+    other: Vacant,
+}
+
+impl Segment {
+    /// The slots of keys at such a place.
+    fn slots_mut(&mut self, place: Place) -> &mut Slots {
+        if place.position() == 0 { &mut self.heads } else { &mut self.others }
+    }
 }
 
 /// One side.
@@ -136,6 +154,11 @@ impl Table {
         self.slots.get(usize::from(holder)).filter(|slot| slot.state != SlotState::Retired)
     }
 
+    /// The slots by number, those of nobody included.
+    pub(super) fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
     /// The spaces beside the service's own that somebody is in.
     pub(super) fn other_spaces(&self) -> impl Iterator<Item = (SpaceIndex, Space)> + '_ {
         let used = self.spaces.iter().enumerate().filter(|(_, slot)| slot.holders > 0);
@@ -155,9 +178,13 @@ impl Table {
         self.find_hashed(hash_of(self.salt, key), key).ok()
     }
 
-    fn find_hashed(&self, hash: u64, key: BlockKey) -> Result<Place, Vacant> {
+    fn find_hashed(&self, hash: u64, key: BlockKey) -> Result<Place, Absent> {
         let there = |place: Place| self.run(place).is_at(place.position(), key);
-        self.segments[segment_of(hash, self.segments.len())].slots.find(hash, there)
+        let segment = self.segment(hash);
+        match segment.heads.find(hash, there) {
+            Ok(place) => Ok(place),
+            Err(head) => segment.others.find(hash, there).map_err(|other| Absent { head, other }),
+        }
     }
 
     /// The run of a place.
@@ -171,23 +198,28 @@ impl Table {
 
     /// Whether one of these holders has the key.
     pub(super) fn is_held(&self, key: BlockKey, by: impl Fn(u16) -> bool) -> bool {
-        self.find(key).is_some_and(|place| {
-            let held = |row: &Row| row.bits >> place.position() & 1 == 1 && by(row.holder);
-            self.run(place).rows(&mut [Row::NONE]).iter().any(held)
-        })
+        self.find(key)
+            .is_some_and(|place| self.run(place).rows().iter().any(|row| row.has(place.position()) && by(row.holder())))
     }
 
-    /// Where a key stands, most likely: it may be another's place. None where nobody holds it.
-    pub(super) fn guess(&self, key: BlockKey) -> Option<Place> {
+    /// The place of a run that most likely begins with the key: it may be another's. None where no run does.
+    pub(super) fn guess_head(&self, key: BlockKey) -> Option<Place> {
         let hash = hash_of(self.salt, key);
-        self.segments[segment_of(hash, self.segments.len())].slots.guess(hash)
+        self.segment(hash).heads.guess(hash)
+    }
+
+    /// Where a key stands, most likely, that no run begins with: it may be another's place.
+    pub(super) fn guess_other(&self, key: BlockKey) -> Option<Place> {
+        let hash = hash_of(self.salt, key);
+        self.segment(hash).others.guess(hash)
     }
 
     /// Reads the slots of keys that are about to be looked up or changed, so that the accesses to memory overlap.
     pub(super) fn touch(&self, keys: impl Iterator<Item = BlockKey>) {
         let touch = |seen, key| {
             let hash = hash_of(self.salt, key);
-            seen ^ self.segments[segment_of(hash, self.segments.len())].slots.touch(hash)
+            let segment = self.segment(hash);
+            seen ^ segment.heads.touch(hash) ^ segment.others.touch(hash)
         };
         std::hint::black_box(keys.fold(0, touch));
     }
@@ -195,28 +227,28 @@ impl Table {
     /// Keys of a segment's runs that one of these holders has, each once in all segments together.
     pub(super) fn keys_of(&self, segment: usize, by: impl Fn(u16) -> bool) -> impl Iterator<Item = BlockKey> {
         self.segments[segment].runs.iter().flat_map(move |run| {
-            let mut inline = [Row::NONE];
-            let held = run.rows(&mut inline).iter().filter(|row| by(row.holder)).fold(0, |held, row| held | row.bits);
+            let held = run.rows().iter().filter(|row| by(row.holder())).fold(0, |held, row| held | row.bits());
             run.keys(held).map(|(_, key)| key)
         })
     }
 
     /// Whether the segment is about to grow by itself, or holds far too much room.
     pub(super) fn wants_rebuild(&self, segment: usize) -> bool {
-        self.segments[segment].slots.wants_resize()
+        [&self.segments[segment].heads, &self.segments[segment].others].into_iter().any(Slots::wants_resize)
     }
 
     /// Room of a segment; for tests.
     #[cfg(test)]
     pub(super) fn room(&self, segment: usize) -> usize {
-        self.segments[segment].slots.room()
+        self.segments[segment].heads.room() + self.segments[segment].others.room()
     }
 
     /// Whether no key is left in any slot or run; for tests.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
         let empty = |segment: &Segment| {
-            segment.slots.is_empty()
+            segment.heads.is_empty()
+                && segment.others.is_empty()
                 && segment.runs.iter().all(Run::is_empty)
                 && segment.runs.len() == segment.free.len()
         };
@@ -277,7 +309,7 @@ impl Table {
     }
 
     /// Where a key stands that is held: most often beside the one before. Else where its slot would be.
-    fn find_near(&self, hash: u64, key: BlockKey) -> Result<Place, Vacant> {
+    fn find_near(&self, hash: u64, key: BlockKey) -> Result<Place, Absent> {
         if let Some(near) = self.near {
             let (run, position) = (self.run(near), near.position());
             for beside in [position + 1, position, position.wrapping_sub(1)] {
@@ -296,14 +328,14 @@ impl Table {
                 self.run_mut(place).give(place.position(), change.holder.0);
                 Some(place)
             }
-            Err(vacant) => self.store_anew(hash, vacant, change, next),
+            Err(absent) => self.store_anew(hash, absent, change, next),
         };
         (self.near, self.before) = (place, Some(change.key));
     }
 
     /// Places a key that nobody holds behind the one before, else in a run of its own. None, and the store is dropped,
     /// where there is no room for one more run.
-    fn store_anew(&mut self, hash: u64, vacant: Vacant, change: &Change, next: &[Change]) -> Option<Place> {
+    fn store_anew(&mut self, hash: u64, absent: Absent, change: &Change, next: &[Change]) -> Option<Place> {
         let Change { key, holder, .. } = *change;
         let place = match self.behind() {
             Some(place) => place,
@@ -314,7 +346,8 @@ impl Table {
             place.position() + 1 + next.iter().take(RUN_MAX).take_while(same).count()
         };
         self.run_mut(place).put(place.position(), key, holder.0, more);
-        self.segment_mut(hash).slots.insert(vacant, hash, place);
+        let vacant = if place.position() == 0 { absent.head } else { absent.other };
+        self.segment_mut(hash).slots_mut(place).insert(vacant, hash, place);
         Some(place)
     }
 
@@ -344,7 +377,7 @@ impl Table {
         let Ok(place) = self.find_near(hash, *key) else { return };
         (self.near, self.before) = (Some(place), None);
         if self.run_mut(place).take(place.position(), holder.0) {
-            self.segment_mut(hash).slots.remove(hash, place);
+            self.segment_mut(hash).slots_mut(place).remove(hash, place);
             self.reclaim(place);
         }
     }
@@ -354,6 +387,10 @@ impl Table {
         if self.run(place).is_empty() {
             self.segments[place.segment()].free.push(place.run() as u32);
         }
+    }
+
+    fn segment(&self, hash: u64) -> &Segment {
+        &self.segments[segment_of(hash, self.segments.len())]
     }
 
     fn segment_mut(&mut self, hash: u64) -> &mut Segment {
@@ -373,14 +410,16 @@ impl Table {
             let gone = run.retain(|holder| slots[usize::from(holder)].state != SlotState::Retired);
             for position in positions(gone) {
                 let hash = hash_of(self.salt, keys[position]);
-                self.segment_mut(hash).slots.remove(hash, place.at(position));
+                let place = place.at(position);
+                self.segment_mut(hash).slots_mut(place).remove(hash, place);
             }
             self.reclaim(place);
         }
     }
 
     fn rebuild(&mut self, segment: usize) {
-        self.segments[segment].slots.fit();
+        let Segment { heads, others, .. } = &mut self.segments[segment];
+        [heads, others].into_iter().filter(|slots| slots.wants_resize()).for_each(Slots::fit);
     }
 }
 

@@ -6,7 +6,7 @@
 //! All holders still in the run stand at the same depth, so only those that drop out are written down. The table's runs
 //! of blocks are passed one by one: a comparison of their keys with the prompt's, and one look at each holder's row.
 
-use super::runs::{RUN_MAX, Row};
+use super::runs::{RUN_MAX, Rows};
 use super::slots::Place;
 use super::table::{Slot, SlotState, Table};
 use super::{Guard, Run, SpaceIndex};
@@ -106,8 +106,7 @@ impl Walk {
             };
             let (blocks, position) = (table.run(place), place.position());
             let same = blocks.same(position, &keys[at..]);
-            let mut inline = [Row::NONE];
-            let rows = blocks.rows(&mut inline);
+            let rows = blocks.rows();
             if std::mem::take(&mut first) {
                 self.begin(table, rows, position, same as u32);
             } else {
@@ -121,19 +120,26 @@ impl Walk {
     }
 
     /// Takes up the eligible holders of block 0, of the first so many blocks.
-    fn begin(&mut self, table: &Table, rows: &[Row], position: usize, blocks: u32) {
+    fn begin(&mut self, table: &Table, rows: Rows<'_>, position: usize, blocks: u32) {
         self.slots_version = table.slots_version;
-        for row in rows {
-            let has = (row.bits >> position).trailing_ones();
-            let counts = |slot: &&Slot| slot.state == SlotState::Eligible && slot.space == self.space && has > 0;
-            let Some(slot) = table.slot(row.holder).filter(counts) else { continue };
-            let (holder, generation) = (row.holder, slot.generation);
+        let slots = table.slots();
+        // Room for all, so that whether one is taken up is no branch: nobody can foresee who has how much.
+        self.members.resize(rows.len(), Member::NONE);
+        self.alive.resize(rows.len(), Alive::NONE);
+        let (mut members, mut alive) = (0, 0);
+        for row in rows.iter() {
+            let (holder, has) = (row.holder(), row.from(position));
+            let Some(slot) = slots.get(usize::from(holder)) else { continue };
+            let counts = (slot.state == SlotState::Eligible) & (slot.space == self.space) & (has > 0);
             let is_alive = has >= blocks;
-            if is_alive {
-                self.alive.push(Alive { holder, member: self.members.len() as u16 });
-            }
-            self.members.push(Member { holder, generation, blocks: if is_alive { ALL } else { has } });
+            let blocks = if is_alive { ALL } else { has };
+            self.members[members] = Member { holder, generation: slot.generation, blocks };
+            self.alive[alive] = Alive { holder, member: members as u16 };
+            members += usize::from(counts);
+            alive += usize::from(counts & is_alive);
         }
+        self.members.truncate(members);
+        self.alive.truncate(alive);
     }
 
     /// Drops what was seen of holders that are not what they were when it was seen.
@@ -151,25 +157,26 @@ impl Walk {
     }
 
     /// Ends the run of every holder that has not all of so many blocks.
-    fn keep(&mut self, rows: &[Row], position: usize, blocks: u32) {
-        let (mut rest, depth) = (rows, self.depth);
-        let members = &mut self.members;
-        self.alive.retain(|alive| {
-            // Rows far more than what is alive are not gone through one by one.
-            let skip = match rest.first() {
-                Some(row) if row.holder >= alive.holder => 0,
-                _ if rest.len() > 64 => rest.partition_point(|row| row.holder < alive.holder),
-                _ => rest.iter().take_while(|row| row.holder < alive.holder).count(),
-            };
-            rest = &rest[skip..];
-            let row = rest.first().filter(|row| row.holder == alive.holder);
-            let has = row.map_or(0, |row| (row.bits >> position).trailing_ones());
-            if has < blocks {
-                members[usize::from(alive.member)].blocks = depth + has;
-            }
-            has >= blocks
-        });
+    fn keep(&mut self, mut rows: Rows<'_>, position: usize, blocks: u32) {
+        let mut kept = 0;
+        for at in 0..self.alive.len() {
+            let alive = self.alive[at];
+            let has = rows.pass(alive.holder).from(position);
+            let ended = self.depth + has;
+            self.members[usize::from(alive.member)].blocks = if has < blocks { ended } else { ALL };
+            self.alive[kept] = alive;
+            kept += usize::from(has >= blocks);
+        }
+        self.alive.truncate(kept);
     }
+}
+
+impl Member {
+    const NONE: Member = Member { holder: 0, generation: 0, blocks: 0 };
+}
+
+impl Alive {
+    const NONE: Alive = Alive { holder: 0, member: 0 };
 }
 
 /// Where keys stand that have not had their turn.
@@ -207,12 +214,19 @@ impl Ahead {
     fn look(&mut self, table: &Table, keys: &[BlockKey], from: usize, stride: usize) {
         (self.places, self.from, self.stride) = ([None; AHEAD], from, stride);
         let chosen = || keys[from..].iter().step_by(stride).take(AHEAD).copied();
-        table.touch(chosen());
+        let mut missing = false;
         for (place, key) in self.places.iter_mut().zip(chosen()) {
-            *place = table.guess(key);
+            *place = table.guess_head(key);
+            missing |= place.is_none();
+        }
+        if missing {
+            table.touch(chosen());
+            for (place, key) in self.places.iter_mut().zip(chosen()).filter(|(place, _)| place.is_none()) {
+                *place = table.guess_other(key);
+            }
         }
         let runs = || self.places.iter().flatten().map(|place| table.run(*place));
-        std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.live()));
+        std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.words()));
         std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.touch()));
     }
 

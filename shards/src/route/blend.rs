@@ -17,7 +17,7 @@
 //! What is equal in all of that takes turns. A choice with less overlap than the best is a spill.
 
 use super::overlap::DEVICE_WORTH;
-use super::rows::{Rows, Ties, cap};
+use super::rows::{Caps, Rows, Ties, pair};
 use crate::service::{Blend, KvExact};
 
 /// What the fleet of the adaptive laws could do, in thousandths of a prompt token per second.
@@ -81,18 +81,19 @@ fn holders_load(rows: &Rows) -> u64 {
 }
 
 fn longest(rows: &Rows, ties: &mut Ties) -> Option<Choice> {
-    let key = |place: usize| (u64::MAX - rows.worth[place], rows.load[place]);
+    let key = |place: usize| pair(u64::MAX - rows.worth[place], rows.load[place]);
     ties.least(holders(rows), key).map(|place| Choice { place, cap: 0, cost: 0 })
 }
 
 fn bounded(factor: u32, most: u64, rows: &Rows, ties: &mut Ties) -> Option<Choice> {
     let total = holders_load(rows);
     let sum: u64 = holders(rows).map(|place| rows.capacity(place)).sum();
-    let cap_of = |place: usize| cap(factor, total, rows.capacity(place), sum);
+    let caps = Caps::new(factor, total, sum);
+    let cap_of = |place: usize| caps.of(rows.capacity(place));
     let below = holders(rows).filter(|place| u64::from(rows.load[*place]) < cap_of(*place));
     let place = ties
-        .least(below, |place| (u64::MAX - rows.worth[place], rows.load[place]))
-        .or_else(|| ties.least(holders(rows), |place| (rows.load[place], u64::MAX - rows.worth[place])))?;
+        .least(below, |place| pair(u64::MAX - rows.worth[place], rows.load[place]))
+        .or_else(|| ties.least(holders(rows), |place| pair(rows.load[place], u64::MAX - rows.worth[place])))?;
     let winner = if rows.worth[place] == most { place } else { best(most, rows)? };
     Some(Choice { place, cap: cap_of(winner), cost: 0 })
 }

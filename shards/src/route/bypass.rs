@@ -87,7 +87,7 @@ struct Terms<'a> {
 impl Terms<'_> {
     /// Seconds until the endpoint has computed them, what waits there before them.
     fn alone(&self, turn: &Turn, place: usize, missing: u64) -> f32 {
-        let flight = turn.rows.flight[place];
+        let flight = turn.rows.flight(place);
         let slowness = &self.service.endpoints[place].shared.slowness;
         let rates = &self.service.shared.rates;
         rates.expected_seconds(slowness, flight.tokens.saturating_add(missing), flight.decode)

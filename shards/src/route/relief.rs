@@ -9,7 +9,8 @@ use crate::service::{KvExact, ServiceShared};
 /// Who takes the request over from a winner at or over the fleet-wide cap: the least loaded below its own, the lowest
 /// index among equals.
 pub(super) fn relief(factor: u32, winner: usize, rows: &Rows) -> Option<usize> {
-    let below = |place: &usize| u64::from(rows.load[*place]) < rows.fleet_cap(*place, factor);
+    let caps = rows.fleet_caps(factor);
+    let below = |place: &usize| u64::from(rows.load[*place]) < caps.of(rows.capacity(*place));
     if below(&winner) {
         return None;
     }

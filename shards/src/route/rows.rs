@@ -1,11 +1,11 @@
 //! The endpoints as one decision sees them, and what one shard keeps from decision to decision.
 
-use std::sync::atomic::Ordering;
+use std::cell::Cell;
 
 use super::ttft::Busy;
 use crate::ids::{EndpointIndex, ShardId};
-use crate::load::{Load, View};
-use crate::service::{Role, Service};
+use crate::load::{Load, Packed, View};
+use crate::service::{Endpoint, Role, Service};
 
 /// Most blocks that an engine's cache counts as; more would only be a lie, or beyond what multiplies without overflow.
 pub(super) const CAPACITY_MAX: u32 = 8_000_000;
@@ -52,29 +52,34 @@ impl Ties {
         ((u64::from(fraction) * count as u64) >> 32) as usize
     }
 
-    /// The place with the least key; equals take turns.
+    /// The place with the least key; equals take turns. A key of one number is compared without a branch, which nobody
+    /// could foresee: see [`pair`].
     pub(super) fn least<K: Ord + Copy>(
         &mut self,
         places: impl Iterator<Item = usize> + Clone,
         key: impl Fn(usize) -> K,
     ) -> Option<usize> {
-        let mut first = None;
-        let mut equals = 0;
-        for place in places.clone() {
-            let own = key(place);
-            match first {
-                Some((_, least)) if own > least => {}
-                Some((_, least)) if own == least => equals += 1,
-                _ => (first, equals) = (Some((place, own)), 1),
-            }
+        let mut rest = places.clone();
+        let mut place = rest.next()?;
+        let (mut least, mut equals) = (key(place), 1);
+        for other in rest {
+            let own = key(other);
+            let (less, equal) = (own < least, own == least);
+            equals = if less { 1 } else { equals + usize::from(equal) };
+            place = if less { other } else { place };
+            least = if less { own } else { least };
         }
-        let (place, least) = first?;
         if equals == 1 {
             return Some(place);
         }
         let turn = self.next_below(equals);
         places.filter(|place| key(*place) == least).nth(turn)
     }
+}
+
+/// A key of two numbers, the first of which counts more.
+pub(super) fn pair(first: impl Into<u64>, second: impl Into<u64>) -> u128 {
+    u128::from(first.into()) << 64 | u128::from(second.into())
 }
 
 /// The endpoints of a service by index, a column per property.
@@ -85,7 +90,7 @@ pub(super) struct Rows {
     /// Requests in flight.
     pub(super) load: Vec<u32>,
     /// The same by what they wait for.
-    pub(super) flight: Vec<Load>,
+    flight: Vec<Packed>,
     /// Blocks of its engine's cache, at most `CAPACITY_MAX`; 0 = not known.
     capacity: Vec<u32>,
     /// What the best of its runs is worth, in hundredths of a token in device memory.
@@ -124,55 +129,74 @@ impl Rows {
         }
     }
 
+    /// What every one of hundreds of endpoints costs is what counts here: what is read of one stands side by side with
+    /// that of the next, columns have their length before, and are added up afterwards, many at once.
     fn read(&mut self, service: &Service, tried: &[EndpointIndex], loads: View<'_>) {
         let count = service.endpoints.len();
-        self.candidate.clear();
-        self.load.clear();
-        self.flight.clear();
-        self.capacity.clear();
+        self.candidate.resize(count, false);
+        self.capacity.resize(count, 0);
+        self.run.resize(count, 0);
         self.worth.clear();
         self.worth.resize(count, 0);
-        self.run.resize(count, 0);
         self.holders.clear();
-        (self.candidates, self.total, self.cold) = (0, 0, [None; 2]);
+        self.read_vitals(service, tried);
+        let with_candidate = service.endpoints.iter().zip(&self.candidate);
+        let flight = |(endpoint, candidate): (&Endpoint, &bool)| {
+            if *candidate { loads.packed(endpoint.vitals.slot()) } else { Packed::default() }
+        };
+        self.flight.clear();
+        self.flight.extend(with_candidate.map(flight));
+        self.load.clear();
+        self.load.extend(self.flight.iter().map(|flight| flight.requests()));
+        self.sum_up();
+    }
+
+    /// Who is a candidate, what its cache holds at most, and who is cold.
+    fn read_vitals(&mut self, service: &Service, tried: &[EndpointIndex]) {
         // A floor of 0 means that only an empty endpoint is cold.
         let floor = service.kv.as_ref().map_or(0, |kv| u64::from(kv.seed_min_blocks.max(1)));
-        let (mut known, mut known_sum) = (0_u64, 0_u64);
-        for (index, endpoint) in service.endpoints.iter().enumerate() {
-            let usable = endpoint.role == self.role && endpoint.backup == self.backups && endpoint.is_candidate();
-            let candidate = usable && !tried.iter().any(|tried| tried.index() == index);
-            self.candidate.push(candidate);
-            if !candidate {
-                self.load.push(0);
-                self.flight.push(Load::default());
-                self.capacity.push(0);
-                continue;
-            }
-            let shared = &*endpoint.shared;
-            let in_flight = loads.of(shared.slot);
-            let load = in_flight.requests();
-            let capacity = shared.engine.blocks().map_or(0, |blocks| blocks.min(CAPACITY_MAX));
-            self.load.push(load);
-            self.flight.push(in_flight);
-            self.capacity.push(capacity);
-            self.candidates += 1;
-            self.total += u64::from(load);
-            known += u64::from(capacity > 0);
-            known_sum += u64::from(capacity);
-            if self.cold[1].is_none() && shared.kv_blocks.load(Ordering::Relaxed) < floor {
-                let place = usize::from(self.cold[0].is_some());
-                self.cold[place] = Some(index);
+        let (role, backups) = (self.role, self.backups);
+        let columns = self.candidate.iter_mut().zip(&mut self.capacity);
+        let (mut cold, mut found) = ([None; 2], 0);
+        for (place, (endpoint, (candidate, capacity))) in service.endpoints.iter().zip(columns).enumerate() {
+            let cell = endpoint.vitals.cell();
+            // Everything is looked at: what could be left out takes no longer than a branch.
+            let in_use = !endpoint.retired & (endpoint.weight > 0) & cell.is_up();
+            *candidate = in_use & (endpoint.role == role) & (endpoint.backup == backups);
+            *capacity = if *candidate { cell.cache_blocks().min(CAPACITY_MAX) } else { 0 };
+            if *candidate & (cell.kv_blocks() < floor) && found < 2 && !tried.iter().any(|tried| tried.index() == place)
+            {
+                cold[found] = Some(place);
+                found += 1;
             }
         }
-        self.capacity_else = known_sum.checked_div(known).unwrap_or(1);
-        self.capacity_sum = known_sum + (u64::from(self.candidates) - known) * self.capacity_else;
+        self.cold = cold;
+        for tried in tried.iter().map(|tried| tried.index()).filter(|place| *place < service.endpoints.len()) {
+            (self.candidate[tried], self.capacity[tried]) = (false, 0);
+        }
+    }
+
+    /// Adds up the columns, in which what is no candidate has nothing.
+    fn sum_up(&mut self) {
+        self.candidates = self.candidate.iter().map(|candidate| u32::from(*candidate)).sum();
+        self.total = self.load.iter().map(|load| u64::from(*load)).sum();
+        let known: u32 = self.capacity.iter().map(|blocks| u32::from(*blocks > 0)).sum();
+        let known_sum: u64 = self.capacity.iter().map(|blocks| u64::from(*blocks)).sum();
+        self.capacity_else = known_sum.checked_div(known.into()).unwrap_or(1);
+        self.capacity_sum = known_sum + u64::from(self.candidates - known) * self.capacity_else;
+    }
+
+    /// What is in flight at a candidate, by what it waits for.
+    pub(super) fn flight(&self, place: usize) -> Load {
+        self.flight[place].load()
     }
 
     /// Looks at a candidate's load again, other shards' included: what they publish is a moment old, and a winner is not
     /// passed over for a request that has ended. True if it is another one.
     pub(super) fn look_again(&mut self, service: &Service, place: usize, loads: View<'_>) -> bool {
-        self.flight[place] = loads.exact(service.endpoints[place].shared.slot);
-        let load = self.flight[place].requests();
+        let flight = loads.exact(service.endpoints[place].shared.slot);
+        let load = flight.requests();
+        self.flight[place] = flight;
         let before = std::mem::replace(&mut self.load[place], load);
         self.total = self.total - u64::from(before) + u64::from(load);
         load != before
@@ -196,14 +220,43 @@ impl Rows {
         }
     }
 
-    /// Requests from which on a candidate has its share of the load of all: ⌈factor × total × own / (100 × sum)⌉ for
-    /// capacities `own` and `sum`, and at least 1.
+    /// Requests from which on a candidate has its share of the load of all.
     pub(super) fn fleet_cap(&self, place: usize, factor: u32) -> u64 {
-        cap(factor, self.total, self.capacity(place), self.capacity_sum)
+        self.fleet_caps(factor).of(self.capacity(place))
+    }
+
+    /// The same for many.
+    pub(super) fn fleet_caps(&self, factor: u32) -> Caps {
+        Caps::new(factor, self.total, self.capacity_sum)
     }
 }
 
-/// ⌈factor × total × own / (100 × sum)⌉, at least 1; the factor is in percent.
-pub(super) fn cap(factor: u32, total: u64, own: u64, sum: u64) -> u64 {
-    (u64::from(factor) * total.min(TOTAL_MAX) * own).div_ceil(100 * sum.max(1)).max(1)
+/// Requests from which on somebody has his share: ⌈factor × total × own / (100 × sum)⌉ for capacities `own` and `sum`,
+/// and at least 1; the factor is in percent.
+#[derive(Debug)]
+pub(super) struct Caps {
+    /// Factor × total.
+    share: u64,
+    /// 100 × sum.
+    all: u64,
+    /// The capacity asked for last, and its cap: most are like the one before, and a division takes longer than all else.
+    last: Cell<(u64, u64)>,
+}
+
+impl Caps {
+    pub(super) fn new(factor: u32, total: u64, sum: u64) -> Self {
+        // Nobody's capacity is 0, and its cap would be 1.
+        Caps { share: u64::from(factor) * total.min(TOTAL_MAX), all: 100 * sum.max(1), last: Cell::new((0, 1)) }
+    }
+
+    /// The cap of who has so much capacity.
+    pub(super) fn of(&self, own: u64) -> u64 {
+        let (last, cap) = self.last.get();
+        if last == own {
+            return cap;
+        }
+        let cap = (self.share * own).div_ceil(self.all).max(1);
+        self.last.set((own, cap));
+        cap
+    }
 }

@@ -5,7 +5,7 @@
 
 use super::decision::Reason;
 use super::facts::Facts;
-use super::rows::{Rows, Turn, cap};
+use super::rows::{Caps, Rows, Turn};
 use super::ttft;
 use crate::ids::EndpointIndex;
 use crate::service::{Blend, Endpoint, Select, Service};
@@ -119,7 +119,7 @@ fn at_point(
 /// requests, this one counted in the total.
 fn bounded(service: &Service, key: u64, turn: &mut Turn) -> Option<usize> {
     let rows = &turn.rows;
-    let bound = cap(service.hashing.mean_load_factor.into(), rows.total + 1, 1, rows.candidates.into());
+    let bound = Caps::new(service.hashing.mean_load_factor.into(), rows.total + 1, rows.candidates.into()).of(1);
     let has_room =
         |endpoint: &EndpointIndex| rows.is_candidate(*endpoint) && u64::from(rows.load[endpoint.index()]) < bound;
     let on_ring = service.ring.as_ref().and_then(|ring| ring.from(key).find(has_room));

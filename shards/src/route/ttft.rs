@@ -66,7 +66,7 @@ pub(super) struct Busy {
 impl Busy {
     /// Takes note of what the candidates do now, and of what they have of the prompt.
     fn note(&mut self, rows: &Rows) {
-        let busy = rows.candidates().filter(|place| rows.flight[*place].prefill > 0).count();
+        let busy = rows.candidates().filter(|place| rows.flight(*place).prefill > 0).count();
         drift(&mut self.computing, busy as f32 / rows.candidates.max(1) as f32);
         let most = rows.holders.iter().map(|place| rows.worth[usize::from(*place)]).max().unwrap_or(0);
         drift(&mut self.held, (most / DEVICE_WORTH) as f32);
@@ -107,7 +107,7 @@ impl Prices {
 
     /// The cost of so many uncached tokens at a candidate, at the service's pace, in seconds.
     fn cost(&self, rows: &Rows, place: usize, uncached: u64) -> f32 {
-        let flight = rows.flight[place];
+        let flight = rows.flight(place);
         let mut tokens = work(flight.tokens.saturating_add(uncached), flight.decode)
             + uncached as f32 * self.others
             + flight.decode as f32 * self.answer;

@@ -3,10 +3,11 @@
 #![forbid(unsafe_code)]
 
 use std::net::SocketAddr;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use super::{EndpointStats, Role};
+use super::{EndpointStats, Role, Vitals};
 use crate::bos::BosEvidence;
 use crate::disagg::ladder::Places;
 use crate::feedback::Trust;
@@ -17,12 +18,15 @@ use crate::rates::Slowness;
 use crate::usage::Statements;
 
 /// One backend of one service.
+///
+/// What every decision reads of every endpoint stands here, and all else behind a reference, so that hundreds of them stay
+/// in the processor's nearest cache.
 #[derive(Debug)]
 pub struct Endpoint {
-    /// Where requests go.
-    pub address: SocketAddr,
-    /// Name it was resolved from, where the rule names it so.
-    pub dns_name: Option<String>,
+    /// State carried over updates.
+    pub shared: Arc<EndpointShared>,
+    /// The vitals of `shared`, at hand.
+    pub vitals: Vitals,
     /// Weight; 0 drains: nothing new is sent.
     pub weight: u32,
     /// Used only when no other endpoint is up.
@@ -31,46 +35,75 @@ pub struct Endpoint {
     pub retired: bool,
     /// What it does for the rule.
     pub role: Role,
+    /// Where it is.
+    pub target: Box<Target>,
+}
+
+/// Where an endpoint is: members of the [`Endpoint`] to all appearance.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// Where requests go.
+    pub address: SocketAddr,
+    /// Name it was resolved from, where the rule names it so.
+    pub dns_name: Option<String>,
     /// Where its NIXL side channel listens (`nixl_port`); 0 = not said.
     pub nixl_port: u16,
     /// What its NIXL agent is called (`nixl_engine_id`), where prefill engines push.
     pub nixl_engine_id: Option<Box<str>>,
-    /// State carried over updates.
-    pub shared: Arc<EndpointShared>,
+}
+
+impl Target {
+    /// An address without anything special.
+    #[must_use]
+    pub fn at(address: SocketAddr) -> Self {
+        Target { address, dns_name: None, nixl_port: 0, nixl_engine_id: None }
+    }
+}
+
+impl Deref for Endpoint {
+    type Target = Target;
+
+    fn deref(&self) -> &Target {
+        &self.target
+    }
 }
 
 impl Endpoint {
     /// An endpoint without anything special, of weight 1.
     #[must_use]
     pub fn at(address: SocketAddr, shared: EndpointShared) -> Self {
+        Endpoint::of(Target::at(address), Arc::new(shared))
+    }
+
+    /// The same with state that is there already.
+    #[must_use]
+    pub fn of(target: Target, shared: Arc<EndpointShared>) -> Self {
         Endpoint {
-            address,
-            dns_name: None,
+            vitals: shared.vitals.clone(),
+            shared,
             weight: 1,
             backup: false,
             retired: false,
             role: Role::Normal,
-            nixl_port: 0,
-            nixl_engine_id: None,
-            shared: Arc::new(shared),
+            target: Box::new(target),
         }
     }
 
     /// Whether a tier may choose the endpoint: in the rule, up, not draining.
     #[must_use]
     pub fn is_candidate(&self) -> bool {
-        !self.retired && self.weight > 0 && self.shared.is_up()
+        !self.retired && self.weight > 0 && self.vitals.is_up()
     }
 }
 
 /// What an engine says of itself in its metrics: written by whoever scrapes them, which is also who takes back what is
 /// too old to be believed.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct EngineLoad {
     /// Requests that wait in the engine, plus 1; 0 = not known.
     queued: AtomicU32,
-    /// Blocks of its cache (`num_gpu_blocks`); 0 = not known.
-    blocks: AtomicU32,
+    /// Where the blocks of its cache (`num_gpu_blocks`) stand.
+    vitals: Vitals,
 }
 
 impl EngineLoad {
@@ -81,7 +114,7 @@ impl EngineLoad {
 
     /// Notes how many blocks the engine's cache has.
     pub fn set_blocks(&self, blocks: Option<u32>) {
-        self.blocks.store(blocks.unwrap_or(0), Ordering::Relaxed);
+        self.vitals.set_cache_blocks(blocks.unwrap_or(0));
     }
 
     /// Requests that wait in the engine, as of the last scrape.
@@ -93,7 +126,7 @@ impl EngineLoad {
     /// Blocks of the engine's cache.
     #[must_use]
     pub fn blocks(&self) -> Option<u32> {
-        Some(self.blocks.load(Ordering::Relaxed)).filter(|blocks| *blocks > 0)
+        Some(self.vitals.cell().cache_blocks()).filter(|blocks| *blocks > 0)
     }
 }
 
@@ -104,8 +137,9 @@ pub struct EndpointShared {
     pub index: EndpointIndex,
     /// Place in the load table.
     pub slot: LoadSlot,
-    /// False after a refused or timed-out connect or failed probes, until a probe succeeds.
-    up: AtomicBool,
+    /// Whether it is up, and what it holds. It is not after a refused or timed-out connect or failed probes, until a probe
+    /// succeeds.
+    vitals: Vitals,
     /// Its engine's release takes the ids of a chat's prompt along with it.
     takes_ids: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
@@ -122,9 +156,6 @@ pub struct EndpointShared {
     pub heals: AtomicU64,
     /// Whether the engine takes a request to the rank that a header names, by its release. Written by the control core.
     conveys_rank: AtomicBool,
-    /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
-    /// copies: the inventory's `total`. Written by the ingest thread.
-    pub kv_blocks: AtomicU64,
     /// Its places for requests in prefill, where they are bounded.
     pub places: Places,
     /// What its engine says of its load, as far as somebody asks.
@@ -144,13 +175,20 @@ pub struct EndpointShared {
 }
 
 impl EndpointShared {
-    /// Fresh state: up until something shows otherwise.
+    /// Fresh state: up until something shows otherwise. Its vitals stand by themselves.
     #[must_use]
     pub fn new(index: EndpointIndex, slot: LoadSlot, shards: usize) -> Self {
+        EndpointShared::with(Vitals::alone(slot), index, shards)
+    }
+
+    /// Fresh state with these vitals.
+    #[must_use]
+    pub fn with(vitals: Vitals, index: EndpointIndex, shards: usize) -> Self {
         EndpointShared {
             index,
-            slot,
-            up: AtomicBool::new(true),
+            slot: vitals.slot(),
+            engine: EngineLoad { queued: AtomicU32::new(0), vitals: vitals.clone() },
+            vitals,
             takes_ids: AtomicBool::new(false),
             connect_failures: AtomicU32::new(0),
             downs: AtomicU32::new(0),
@@ -159,9 +197,7 @@ impl EndpointShared {
             tripped: AtomicBool::new(false),
             heals: AtomicU64::new(0),
             conveys_rank: AtomicBool::new(false),
-            kv_blocks: AtomicU64::new(0),
             places: Places::default(),
-            engine: EngineLoad::default(),
             slowness: Slowness::default(),
             predictions: Predictions::default(),
             bos: BosEvidence::default(),
@@ -174,7 +210,19 @@ impl EndpointShared {
     /// Whether requests may go there.
     #[must_use]
     pub fn is_up(&self) -> bool {
-        self.up.load(Ordering::Relaxed)
+        self.vitals.is_up()
+    }
+
+    /// Keys the endpoint's engine announced and has not withdrawn, each once whatever the number of ranks or
+    /// copies: the inventory's `total`.
+    #[must_use]
+    pub fn kv_blocks(&self) -> u64 {
+        self.vitals.cell().kv_blocks()
+    }
+
+    /// Notes how many keys those are; for the ingest thread.
+    pub fn set_kv_blocks(&self, blocks: u64) {
+        self.vitals.set_kv_blocks(blocks);
     }
 
     /// Whether the ids of a chat's prompt may be sent along with it; not before its engine has told its release.
@@ -238,7 +286,7 @@ impl EndpointShared {
 
     /// Takes the endpoint out; true if it was in.
     pub fn mark_down(&self) -> bool {
-        let was_up = self.up.swap(false, Ordering::Relaxed);
+        let was_up = self.vitals.set_up(false);
         if was_up {
             self.downs.fetch_add(1, Ordering::Relaxed);
         }
@@ -253,7 +301,7 @@ impl EndpointShared {
 
     /// Takes the endpoint back in; true if it was out.
     pub fn mark_up(&self) -> bool {
-        !self.up.swap(true, Ordering::Relaxed)
+        !self.vitals.set_up(true)
     }
 
     /// The row that the shard alone writes.

@@ -363,7 +363,7 @@ fn drained_blocks_are_routable_while_the_engine_is_there_and_go_with_its_endpoin
     };
     let until = |what: &str, blocks: Option<u32>| {
         let until = Instant::now() + PATIENCE;
-        while matched() != blocks || shared.kv_blocks.load(Ordering::Relaxed) != u64::from(blocks.unwrap_or(0)) {
+        while matched() != blocks || shared.kv_blocks() != u64::from(blocks.unwrap_or(0)) {
             assert!(Instant::now() < until, "{what}: {:?}, {:?}", matched(), ingest.drains());
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -112,7 +112,7 @@ impl Attempt<'_> {
             return;
         }
         let routed = || service.endpoints.iter().filter(|endpoint| endpoint.role != Role::Decode);
-        let knows_blocks = || routed().any(|e| e.shared.kv_blocks.load(Ordering::Relaxed) > 0);
+        let knows_blocks = || routed().any(|e| e.shared.kv_blocks() > 0);
         if let Some((first, hit)) = score.first_block()
             && service.shared.zero_hits.note(first, hit, kv.zero_hit_every, knows_blocks)
         {

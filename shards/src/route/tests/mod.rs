@@ -42,7 +42,7 @@ impl Fleet {
         };
         let endpoint = |index: u16| {
             let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 1);
-            shared.kv_blocks.store(1_000, Ordering::Relaxed);
+            shared.set_kv_blocks(1_000);
             Endpoint::at(([127, 0, 0, 1], 9_000 + index).into(), shared)
         };
         let endpoints_of = (0..endpoints).map(endpoint).collect();
@@ -75,7 +75,7 @@ impl Fleet {
     }
 
     fn cold(self, index: usize, blocks: u64) -> Self {
-        self.service.endpoints[index].shared.kv_blocks.store(blocks, Ordering::Relaxed);
+        self.service.endpoints[index].shared.set_kv_blocks(blocks);
         self
     }
 

@@ -85,7 +85,7 @@ fn fleet_of(drawn: &[Drawn], ruled: Ruled) -> Fleet {
     for (endpoint, drawn) in fleet.service.endpoints.iter_mut().zip(drawn) {
         (endpoint.weight, endpoint.backup, endpoint.retired) = (drawn.weight, drawn.backup, drawn.retired);
         endpoint.role = if ruled.pd { drawn.role } else { Role::Normal };
-        endpoint.shared.kv_blocks.store(drawn.blocks, Ordering::Relaxed);
+        endpoint.shared.set_kv_blocks(drawn.blocks);
         endpoint.shared.engine.set_blocks(Some(drawn.capacity));
         endpoint.shared.engine.set_queued(drawn.queued);
         if !drawn.up {
