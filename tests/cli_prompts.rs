@@ -255,7 +255,7 @@ fn explain_says_what_is_wrong() {
         (vec!["explain", "-c", "/nonexistent", &request], 1, "/nonexistent"),
         (vec!["explain", "-c", &config, "/nonexistent"], 2, "/nonexistent"),
         (vec!["explain", "-c", &config, &list], 1, "no JSON object"),
-        (vec!["explain", "-c", &config, &request, "--url", "x"], 2, "--url x"),
+        (vec!["explain", "-c", &config, &request, "--url", "x"], 2, "--url: x"),
         (vec!["explain", "-c", &config, &request, "--url", "127.0.0.1:1"], 1, "127.0.0.1:1"),
     ] {
         let output = kvlane(&args, "");

@@ -39,6 +39,8 @@ pub struct Surroundings {
     pub log: LogSwitch,
     /// The configuration file, which is read again when it changes and at SIGHUP.
     pub file: Option<PathBuf>,
+    /// Client connections that the file asks for, where fewer are in force.
+    pub connections_asked: Option<usize>,
 }
 
 pub(super) fn serve(path: Option<&Path>) -> Outcome {
@@ -75,12 +77,13 @@ fn start(path: Option<&Path>) -> anyhow::Result<()> {
         warn!(%warning, "configuration");
     }
     let plan = plan(&machine, &config)?;
+    let connections_asked = Some(config.limits.connections_max);
     fit_descriptors(&mut config, plan.shards.len());
     pin(plan.control)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("control runtime")?;
     runtime.block_on(async {
         let stop = stop_signal()?;
-        let surroundings = Surroundings { log, file: path.map(Path::to_owned) };
+        let surroundings = Surroundings { log, file: path.map(Path::to_owned), connections_asked };
         run(config, plan, surroundings, stop, None).await
     })
 }
@@ -184,7 +187,7 @@ pub async fn run(
     let control = supervisor.control();
     let reached = Ready { admin: api.address(), metrics: metrics.as_ref().map(Door::address) };
     let mut doors = JoinSet::new();
-    let Surroundings { log, file } = surroundings;
+    let Surroundings { log, file, connections_asked } = surroundings;
     let admin = Admin::new(control.clone(), config.kv_defaults.clone(), Some(access.clone()), log.clone());
     if let Some(metrics) = metrics {
         doors.spawn(metrics.serve_metrics(admin.clone()));
@@ -195,7 +198,11 @@ pub async fn run(
     }
     doors.spawn(access.watch());
     match file {
-        Some(file) => doors.spawn(reload::watch(file, config, control, log)),
+        Some(file) => {
+            let mut as_written = config;
+            as_written.limits.connections_max = connections_asked.unwrap_or(as_written.limits.connections_max);
+            doors.spawn(reload::watch(file, as_written, control, log))
+        }
         None => doors.spawn(reload::nothing_to_read()),
     };
     info!(management = %reached.admin, "serving");
