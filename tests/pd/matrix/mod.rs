@@ -122,6 +122,8 @@ fn a_kept_connection_that_is_dead_costs_the_client_nothing() {
         let engine = if prefill { &fleet.prefill[0] } else { &fleet.decode[0] };
         let once = LegFault { times: 1, ..LegFault::new(Action::Die, Phase::Arrival) };
         for stream in [true, false] {
+            // A prefill leg may end after the answer: only then is its connection kept.
+            fleet.assert_idle("both connections are kept");
             engine.set_leg_fault(Some(once));
             let answer = ask(&format!("one of them is dead, {stream}"), stream);
             assert_eq!(answer.status, 200, "{kind:?} prefill {prefill}: {}", answer.text());

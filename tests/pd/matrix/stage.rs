@@ -202,11 +202,15 @@ pub fn refusing() -> (socket2::Socket, SocketAddr) {
     (socket, address)
 }
 
-/// Sockets that a gateway has open.
+/// Sockets of a gateway that lead somewhere else: those of a pair, which a shard makes with its first turn and keeps, do not.
 pub fn sockets_of(gateway: &Gateway) -> usize {
+    let pairs = std::fs::read_to_string("/proc/net/unix").expect("the kernel tells");
+    let pairs: Vec<&str> = pairs.lines().filter_map(|line| line.split_whitespace().nth(6)).collect();
     let descriptors = std::fs::read_dir(format!("/proc/{}/fd", gateway.pid())).expect("the gateway runs");
     let targets = descriptors.flatten().filter_map(|descriptor| std::fs::read_link(descriptor.path()).ok());
-    targets.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
+    let inodes =
+        targets.filter_map(|target| target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']').map(str::to_owned));
+    inodes.filter(|inode| !pairs.contains(&inode.as_str())).count()
 }
 
 /// Connections of others with an address, as the kernel knows them: established ones, and those that one side has closed.
