@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use common::asking::{ask, completion, evidence, local};
 use common::client::{self, Answer, Connection};
 use common::engines::{Gate, Persona, StubEngine};
 use common::fleet::{self, EngineProcess};
@@ -22,27 +23,9 @@ fn engine_process() {
     fleet::run_as_engine();
 }
 
-const MODEL: &str = "kvlane/demo";
-
-fn local(port: u16) -> SocketAddr {
-    ([127, 0, 0, 1], port).into()
-}
-
-/// A completion on a connection of its own.
-fn ask(port: u16, body: &Value) -> Answer {
-    let answer = client::post(local(port), "/v1/completions", body);
-    assert_eq!(answer.status, 200, "{}", answer.text());
-    answer
-}
-
-fn completion(prompt: &str) -> Value {
-    json!({"model": MODEL, "prompt": prompt, "max_tokens": 1})
-}
-
 fn endpoint_of(answer: &Answer) -> usize {
-    let route = answer.header("x-kvlane-route").expect("it was asked for");
-    let place = route.split("; ").find_map(|part| part.strip_prefix("ep_idx="));
-    place.and_then(|place| place.parse().ok()).unwrap_or_else(|| panic!("no endpoint in {route}"))
+    let place = evidence(answer, "ep_idx").expect("it was asked for");
+    place.parse().unwrap_or_else(|_| panic!("{place} is no endpoint"))
 }
 
 fn wait_for_model(gateway: &Gateway) {
@@ -81,7 +64,7 @@ impl Warm {
         );
         let gateway = Gateway::start(Options { config, ..Options::default() });
         // The first request for a model asks for its tokenizer.
-        ask(port, &completion("Wake up."));
+        ask(port, &[], &completion("Wake up."));
         wait_for_model(&gateway);
         let warm = Warm { engines, gateway, port, asked: 1, _tokenizers: tokenizers };
         warm.settle();
@@ -102,7 +85,7 @@ impl Warm {
         let mut counts = [0; 4];
         for _ in 0..requests {
             self.asked += 1;
-            counts[endpoint_of(&ask(self.port, &completion(&prompt(self.asked))))] += 1;
+            counts[endpoint_of(&ask(self.port, &[], &completion(&prompt(self.asked))))] += 1;
             self.settle();
         }
         counts
@@ -177,7 +160,7 @@ impl Pool {
             );
         }
         let gateway = Gateway::start(Options { config, ..Options::default() });
-        ask(port, &completion("Wake up."));
+        ask(port, &[], &completion("Wake up."));
         wait_for_model(&gateway);
         Pool { engines, _gateway: gateway, port, asked: AtomicUsize::new(0), _tokenizers: tokenizers }
     }
@@ -192,7 +175,7 @@ impl Pool {
                     while left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok() {
                         let number = self.asked.fetch_add(1, Ordering::Relaxed);
                         let text = format!("{number} is what nobody has asked before. ").repeat(20);
-                        let place = endpoint_of(&ask(self.port, &completion(&text)));
+                        let place = endpoint_of(&ask(self.port, &[], &completion(&text)));
                         counts.lock().expect("no client panics")[place] += 1;
                     }
                 });
@@ -250,7 +233,7 @@ impl Plain {
 
     /// Where a prompt with this system message goes.
     fn place_of(&self, system: &str, question: &str) -> usize {
-        endpoint_of(&ask(self.port, &chat(system, question)))
+        endpoint_of(&ask(self.port, &[], &chat(system, question)))
     }
 
     /// Sends one and returns when its answer has begun; it stays under way.

@@ -2,47 +2,15 @@
 
 mod common;
 
-use std::net::SocketAddr;
-
-use common::client::{Answer, Connection};
+use common::asking::{MODEL, ask, cached, completion, evidence};
 use common::fleet::{self, EngineProcess};
 use common::gateway::{Gateway, Options};
 use common::{client, free_port, wait_for};
-use serde_json::{Value, json};
+use serde_json::json;
 
 #[test]
 fn engine_process() {
     fleet::run_as_engine();
-}
-
-const MODEL: &str = "kvlane/demo";
-
-fn local(port: u16) -> SocketAddr {
-    ([127, 0, 0, 1], port).into()
-}
-
-/// A completion with more headers, on a connection of its own.
-fn ask(port: u16, headers: &[(&str, &str)], body: &Value) -> Answer {
-    let mut connection = Connection::open(local(port)).expect("the gateway accepts");
-    let headers = [&[("Content-Type", "application/json")], headers].concat();
-    connection.request("POST", "/v1/completions", &headers, body.to_string().as_bytes()).expect("sent");
-    let answer = connection.answer().expect("answered");
-    assert_eq!(answer.status, 200, "{}", answer.text());
-    answer
-}
-
-fn completion(prompt: &str) -> Value {
-    json!({"model": MODEL, "prompt": prompt, "max_tokens": 1})
-}
-
-fn cached(answer: &Answer) -> u64 {
-    answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0)
-}
-
-/// A value of the evidence header.
-fn evidence<'a>(answer: &'a Answer, name: &str) -> Option<&'a str> {
-    let text = answer.header("x-kvlane-route")?;
-    text.split("; ").find_map(|part| part.strip_prefix(name)?.strip_prefix('='))
 }
 
 /// Engines with four ranks each, and a gateway over them that knows their release and has their model.

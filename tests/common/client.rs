@@ -112,6 +112,23 @@ impl Connection {
         Ok(answer)
     }
 
+    /// Reads what is left of an answer's body, as far as it comes; whether its end did.
+    pub fn rest(&mut self, answer: &mut Answer) -> bool {
+        if answer.header("transfer-encoding").is_some() {
+            loop {
+                match self.chunk() {
+                    Ok(Some(mut chunk)) => answer.body.append(&mut chunk),
+                    Ok(None) => return true,
+                    Err(_) => return false,
+                }
+            }
+        }
+        let length: usize = answer.header("content-length").and_then(|text| text.parse().ok()).expect("a length");
+        let left = (length - answer.body.len()) as u64;
+        let read = (&mut self.reader).take(left).read_to_end(&mut answer.body);
+        read.is_ok() && answer.body.len() == length
+    }
+
     /// Reads one chunk of a chunked body; none after the last.
     pub fn chunk(&mut self) -> std::io::Result<Option<Vec<u8>>> {
         let line = self.line()?;

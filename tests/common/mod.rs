@@ -2,6 +2,7 @@
 //! deadline. Everything is on loopback and ends with the test.
 #![allow(dead_code)] // each test binary uses a part of it
 
+pub mod asking;
 pub mod client;
 pub mod engines;
 pub mod fleet;

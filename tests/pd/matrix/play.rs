@@ -234,23 +234,7 @@ impl Reading {
             self.whole = Some(false);
             return;
         };
-        let whole = if answer.header("transfer-encoding").is_some() {
-            loop {
-                match self.connection.chunk() {
-                    Ok(Some(mut chunk)) => answer.body.append(&mut chunk),
-                    Ok(None) => break true,
-                    Err(_) => break false,
-                }
-            }
-        } else {
-            let length: usize = answer.header("content-length").and_then(|text| text.parse().ok()).expect("a length");
-            let mut rest = Vec::new();
-            let left = (length - answer.body.len()) as u64;
-            let read = self.connection.reader().take(left).read_to_end(&mut rest);
-            answer.body.append(&mut rest);
-            read.is_ok() && answer.body.len() == length
-        };
-        self.whole = Some(whole);
+        self.whole = Some(self.connection.rest(answer));
     }
 
     fn outcome(mut self) -> Client {
