@@ -88,7 +88,7 @@ fn service(blend: Blend, select: Select, role: impl Fn(u16) -> Role) -> Service 
         let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(index.into()), 1);
         // Two of them are cold.
         shared.set_kv_blocks(if index % 11 == 1 { 0 } else { 1_000 });
-        shared.engine.set_blocks((!index.is_multiple_of(3)).then_some(5_000 + u32::from(index)));
+        shared.set_cache_blocks((!index.is_multiple_of(3)).then_some(5_000 + u32::from(index)));
         Endpoint { role: role(index), ..Endpoint::at(([127, 0, 0, 1], 9_000 + index).into(), shared) }
     };
     let kv = KvExact { blend, ..KvExact::with_defaults(16, contract, inventory) };

@@ -76,7 +76,7 @@ fn tell(control: &Control, entry: &Entry, models: &ModelTable, path: &str, model
     // A copy with a seed tick of its own, so that asking changes no later decision.
     let shared = Arc::new(ServiceShared::new(control.view().shards.len().max(1)));
     shared.seed_ticks.store(entry.shared.seed_ticks.load(Ordering::Relaxed), Ordering::Relaxed);
-    let service = compile(&entry.rule, entry.id, &entry.places, shared, entry.inventory.clone(), &entry.facts);
+    let service = compile(&entry.rule, entry.id, &entry.places, shared, entry.inventories(), &entry.facts);
     let prompt = match &service.kv {
         Some(kv) => read(kv, &service, models, path, model, body),
         None => Err(MissReason::ModeOff),

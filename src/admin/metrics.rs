@@ -299,7 +299,7 @@ fn cascade(families: &mut Families<'_>, view: &View, control: &Control) -> std::
     families.gauge("loxilb_ai_engine_info", "Kind of engine behind the rule", engines)?;
     let queued = each_endpoint(view).filter_map(|(labels, e)| Some((labels, u64::from(e.shared.engine.queued()?))));
     families.gauge("kvlane_engine_queued_requests", "Requests waiting in the engine, by its own metrics", queued)?;
-    let blocks = each_endpoint(view).filter_map(|(labels, e)| Some((labels, u64::from(e.shared.engine.blocks()?))));
+    let blocks = each_endpoint(view).filter_map(|(labels, e)| Some((labels, u64::from(e.shared.cache_blocks()?))));
     families.gauge("kvlane_engine_cache_blocks", "Blocks of the engine's cache, by its own metrics", blocks)
 }
 

@@ -25,7 +25,7 @@ use super::render::{Failure, REQUEST_BYTES_MAX};
 use crate::config::Config;
 use crate::discovery::{Call, ServiceFacts};
 use crate::models;
-use crate::rules::compile::{Place, compile};
+use crate::rules::compile::{Inventories, Place, compile};
 use crate::rules::{Host, Rule};
 
 /// Largest answer of an engine with ids, bytes.
@@ -192,10 +192,11 @@ fn compiled(number: usize, rule: &Rule) -> Candidate<'_> {
         in_rule: Some(index),
     };
     let places: Vec<Place> = (0..rule.endpoints.len()).map(place).collect();
-    let inventory = rule.kv.as_ref().map(|_| inventory::new(&inventory::Options { blocks_expected: 1 }).1);
+    let prompts = rule.kv.as_ref().map(|_| inventory::new(&inventory::Options { blocks_expected: 1 }).1);
+    let inventories = Inventories { prompts, decode: None };
     let id = ServiceId(u32::try_from(number).unwrap_or(u32::MAX));
     let shared = Arc::new(ServiceShared::new(1));
-    let compiled = compile(rule, id, &places, shared, inventory, &ServiceFacts::default());
+    let compiled = compile(rule, id, &places, shared, inventories, &ServiceFacts::default());
     Candidate { rule, compiled: Arc::new(compiled) }
 }
 

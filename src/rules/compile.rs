@@ -23,17 +23,26 @@ pub struct Place {
     pub in_rule: Option<usize>,
 }
 
-/// Compiles a rule. `places` is by endpoint index; `inventory` is there exactly when the rule routes by KV cache;
-/// `facts` is what the engines say of themselves.
+/// The reading ends of a rule's tables of blocks.
+#[derive(Clone, Debug, Default)]
+pub struct Inventories {
+    /// Of the endpoints that compute prompts; there exactly when the rule routes by KV cache.
+    pub prompts: Option<ReaderFactory>,
+    /// Of decode endpoints, where the rule looks at them.
+    pub decode: Option<ReaderFactory>,
+}
+
+/// Compiles a rule. `places` is by endpoint index; `facts` is what the engines say of themselves.
 #[must_use]
 pub fn compile(
     rule: &Rule,
     id: ServiceId,
     places: &[Place],
     shared: Arc<ServiceShared>,
-    inventory: Option<ReaderFactory>,
+    inventories: Inventories,
     facts: &ServiceFacts,
 ) -> Service {
+    let Inventories { prompts, decode } = inventories;
     let some = |text: &String| (!text.is_empty()).then(|| text.clone());
     let service = Service {
         id,
@@ -49,14 +58,19 @@ pub fn compile(
         pd: rule.pd.clone(),
         engine: rule.engine,
         proxy: rule.proxy.clone(),
-        kv: rule.kv.as_ref().zip(inventory).map(|(kv, inventory)| compile_kv(kv, inventory, facts)),
+        kv: rule.kv.as_ref().zip(prompts).map(|(kv, inventory)| compile_kv(kv, inventory, decode, facts)),
         endpoints: places.iter().map(|place| compile_place(rule, place)).collect(),
         shared,
     };
     service.with_ring()
 }
 
-fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> KvExact {
+fn compile_kv(
+    kv: &KvRule,
+    inventory: ReaderFactory,
+    decode_inventory: Option<ReaderFactory>,
+    facts: &ServiceFacts,
+) -> KvExact {
     KvExact {
         block_tokens: kv.block_tokens,
         ranks: kv.ranks,
@@ -89,7 +103,7 @@ fn compile_kv(kv: &KvRule, inventory: ReaderFactory, facts: &ServiceFacts) -> Kv
         other_forms: facts.other_forms(),
         weights: kv.weights,
         inventory,
-        decode_inventory: None,
+        decode_inventory,
     }
 }
 

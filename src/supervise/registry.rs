@@ -18,7 +18,7 @@ use shards::service::{EndpointShared, Service, ServiceShared};
 
 use crate::discovery::ServiceFacts;
 use crate::ingest::Pool;
-use crate::rules::compile::{Place, compile};
+use crate::rules::compile::{Inventories, Place, compile};
 use crate::rules::{Host, Rule, RuleKey};
 
 use super::slots::Slots;
@@ -131,7 +131,8 @@ impl Entry {
         prompts.into_iter().chain(self.decode_inventory.as_ref().map(|_| Pool::Decode))
     }
 
-    fn inventories(&self) -> Inventories {
+    /// What they are read by.
+    pub(crate) fn inventories(&self) -> Inventories {
         Inventories { prompts: self.inventory.clone(), decode: self.decode_inventory.clone() }
     }
 
@@ -154,12 +155,8 @@ impl Entry {
         inventories: Inventories,
     ) -> Entry {
         let Standing { id, uuid, origin, changed, shared, facts } = standing;
+        let service = Arc::new(compile(&rule, id, &places, Arc::clone(&shared), inventories.clone(), &facts));
         let Inventories { prompts: inventory, decode: decode_inventory } = inventories;
-        let mut service = compile(&rule, id, &places, Arc::clone(&shared), inventory.clone(), &facts);
-        if let Some(kv) = &mut service.kv {
-            kv.decode_inventory = decode_inventory.clone();
-        }
-        let service = Arc::new(service);
         Entry {
             id,
             rule,
@@ -175,13 +172,6 @@ impl Entry {
             changed,
         }
     }
-}
-
-/// The reading ends of a service's tables of blocks.
-#[derive(Clone, Debug, Default)]
-struct Inventories {
-    prompts: Option<ReaderFactory>,
-    decode: Option<ReaderFactory>,
 }
 
 /// What a change does to the event subscriptions of one of a service's tables.

@@ -71,7 +71,7 @@ async fn read(target: Target) -> Option<Target> {
     target.shared.engine.set_queued(metrics.queued);
     // A cache does not change its size: what was known once stays.
     if metrics.blocks.is_some() {
-        target.shared.engine.set_blocks(metrics.blocks);
+        target.shared.set_cache_blocks(metrics.blocks);
     }
     metrics.queued.is_some().then_some(target)
 }

@@ -110,7 +110,7 @@ impl<'a> Policy<'a> {
         let kv = KvExact { throughput: setup.throughput, ..KvExact::with_defaults(block_tokens, contract, inventory) };
         let endpoint = |index: u16| {
             let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(index)), 1);
-            shared.engine.set_blocks(u32::try_from(setup.cache_blocks).ok());
+            shared.set_cache_blocks(u32::try_from(setup.cache_blocks).ok());
             Endpoint::at(([127, 0, 0, 1], 9_000).into(), shared)
         };
         let endpoints = (0..setup.workers as u16).map(endpoint).collect();

@@ -27,8 +27,9 @@ pub(super) fn foreseen(factor: u32, winner: usize, most: u64, rows: &Rows) -> us
         return winner;
     }
     let Some(relieving) = relief(factor, winner, rows) else { return winner };
+    let caps = rows.fleet_caps(factor);
     let stays =
-        |place: &usize| rows.worth[*place] < most || u64::from(rows.load[*place]) < rows.fleet_cap(*place, factor);
+        |place: &usize| rows.worth[*place] < most || u64::from(rows.load[*place]) < caps.of(rows.capacity(*place));
     let cheapest = rows.candidates().filter(stays).min_by_key(|place| rows.key[*place]);
     cheapest.filter(|place| rows.key[*place] + ALIKE_US < rows.key[relieving]).unwrap_or(winner)
 }

@@ -98,12 +98,10 @@ impl Endpoint {
 
 /// What an engine says of itself in its metrics: written by whoever scrapes them, which is also who takes back what is
 /// too old to be believed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct EngineLoad {
     /// Requests that wait in the engine, plus 1; 0 = not known.
     queued: AtomicU32,
-    /// Where the blocks of its cache (`num_gpu_blocks`) stand.
-    vitals: Vitals,
 }
 
 impl EngineLoad {
@@ -112,21 +110,10 @@ impl EngineLoad {
         self.queued.store(requests.map_or(0, |requests| requests.saturating_add(1)), Ordering::Relaxed);
     }
 
-    /// Notes how many blocks the engine's cache has.
-    pub fn set_blocks(&self, blocks: Option<u32>) {
-        self.vitals.set_cache_blocks(blocks.unwrap_or(0));
-    }
-
     /// Requests that wait in the engine, as of the last scrape.
     #[must_use]
     pub fn queued(&self) -> Option<u32> {
         self.queued.load(Ordering::Relaxed).checked_sub(1)
-    }
-
-    /// Blocks of the engine's cache.
-    #[must_use]
-    pub fn blocks(&self) -> Option<u32> {
-        Some(self.vitals.cell().cache_blocks()).filter(|blocks| *blocks > 0)
     }
 }
 
@@ -187,7 +174,7 @@ impl EndpointShared {
         EndpointShared {
             index,
             slot: vitals.slot(),
-            engine: EngineLoad { queued: AtomicU32::new(0), vitals: vitals.clone() },
+            engine: EngineLoad::default(),
             vitals,
             takes_ids: AtomicBool::new(false),
             connect_failures: AtomicU32::new(0),
@@ -223,6 +210,17 @@ impl EndpointShared {
     /// Notes how many keys those are; for the ingest thread.
     pub fn set_kv_blocks(&self, blocks: u64) {
         self.vitals.set_kv_blocks(blocks);
+    }
+
+    /// Blocks of its engine's cache (`num_gpu_blocks`), as of the last scrape.
+    #[must_use]
+    pub fn cache_blocks(&self) -> Option<u32> {
+        Some(self.vitals.cell().cache_blocks()).filter(|blocks| *blocks > 0)
+    }
+
+    /// Notes how many blocks the engine's cache has; for who scrapes it.
+    pub fn set_cache_blocks(&self, blocks: Option<u32>) {
+        self.vitals.set_cache_blocks(blocks.unwrap_or(0));
     }
 
     /// Whether the ids of a chat's prompt may be sent along with it; not before its engine has told its release.

@@ -10,7 +10,7 @@ fn two_holders(blend: Blend) -> Fleet {
 impl Fleet {
     fn capacities(self, blocks: &[u32]) -> Self {
         for (endpoint, blocks) in self.service.endpoints.iter().zip(blocks) {
-            endpoint.shared.engine.set_blocks(Some(*blocks));
+            endpoint.shared.set_cache_blocks(Some(*blocks));
         }
         self
     }

@@ -86,7 +86,7 @@ fn fleet_of(drawn: &[Drawn], ruled: Ruled) -> Fleet {
         (endpoint.weight, endpoint.backup, endpoint.retired) = (drawn.weight, drawn.backup, drawn.retired);
         endpoint.role = if ruled.pd { drawn.role } else { Role::Normal };
         endpoint.shared.set_kv_blocks(drawn.blocks);
-        endpoint.shared.engine.set_blocks(Some(drawn.capacity));
+        endpoint.shared.set_cache_blocks(Some(drawn.capacity));
         endpoint.shared.engine.set_queued(drawn.queued);
         if !drawn.up {
             endpoint.shared.mark_down();
