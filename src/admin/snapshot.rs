@@ -12,9 +12,9 @@ use crate::fields::{Problem, from_json};
 use crate::rules::{Rule, check_request, readback};
 use crate::supervise::{Difference, Origin, Scope};
 
-use super::Context;
 use super::answers::{not_applied, problems, refusal, success};
 use super::ask::{Asked, Whole};
+use super::{Context, SNAPSHOT_BYTES_MAX};
 
 /// The version of the document.
 const VERSION: u64 = 1;
@@ -49,7 +49,11 @@ fn again(mut rule: Value, uuid: &str) -> Value {
 }
 
 /// Makes the rules of the API those of a document, all of them or none.
-pub(super) async fn restore(State(context): State<Context>, Asked(query): Asked, Whole(body): Whole) -> Response {
+pub(super) async fn restore(
+    State(context): State<Context>,
+    Asked(query): Asked,
+    Whole(body): Whole<SNAPSHOT_BYTES_MAX>,
+) -> Response {
     let dry = match query.get("mode").map_or("commit", String::as_str) {
         "commit" => false,
         "dry-run" => true,

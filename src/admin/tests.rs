@@ -258,7 +258,7 @@ fn what_cannot_be_done_changes_nothing_and_says_why() {
         (with("kvEngineType", json!("llamacpp2")), 400, "kv-engine-type must be one of"),
         (plain(taken_port, json!([engine.endpoint()])).to_string(), 409, "cannot listen at 127.0.0.1"),
         (plain(gateway.ready.admin.port(), json!([engine.endpoint()])).to_string(), 409, "cannot listen at"),
-        (format!("\"{}\"", "x".repeat(2 << 20)), 413, "length limit"),
+        (format!("\"{}\"", "x".repeat(2 << 20)), 413, "larger than 1048576 bytes"),
     ];
     for (body, expected, text) in cases {
         let (status, answer) = gateway.ask("POST", "/config/loadbalancer", &body);
