@@ -117,7 +117,7 @@ impl Report<'_> {
             "cores": {"shards": self.plan.shards, "ingest": self.plan.ingest, "control": self.plan.control,
                       "notes": self.plan.notes},
             "descriptors": {"soft": limits.map(|l| l.soft), "hard": limits.map(|l| l.hard), "needed": self.needed()},
-            "ring": ring(&self.config),
+            "ring": ring(self.config),
         })
     }
 }
