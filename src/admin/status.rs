@@ -21,6 +21,7 @@ pub(super) async fn ready(State(context): State<Context>) -> Response {
         "ready": view.is_ready(),
         "rules_kept": {
             "file": view.kept.file,
+            "warning": view.kept.passing(),
             "waiting": waiting.collect::<Vec<_>>(),
             "damaged": view.kept.damaged,
         },

@@ -449,9 +449,11 @@ impl Registry {
 
 /// Whether a rule may become another: the same again is no change, and keys of another kind of engine are others.
 fn check_change(old: &Entry, new: &Rule, origin: &Origin) -> Result<(), RegistryError> {
-    match origin {
-        Origin::Api(_) if old.origin == Origin::File => Err(RegistryError::FromFile),
-        _ if old.rule == *new && old.origin.is_file() == origin.is_file() => Err(RegistryError::Exists),
+    let by_file = origin.is_file();
+    match old.origin {
+        // What is asked for is in force, whoever made it; but the file makes its own what only the API had.
+        _ if old.rule == *new && (old.origin.is_file() || !by_file) => Err(RegistryError::Exists),
+        Origin::File if !by_file => Err(RegistryError::FromFile),
         _ if old.rule.engine != new.engine => Err(RegistryError::EngineChanged),
         _ => Ok(()),
     }

@@ -35,7 +35,8 @@ impl Api {
 
     #[track_caller]
     fn done(&self, method: &str, path: &str, body: &Value) {
-        assert_eq!(self.ask(method, path, body), (200, json!({"result": "Success"})), "{method} {path}");
+        let (status, answer) = self.ask(method, path, body);
+        assert!(status == 200 && client::is_success(&answer), "{method} {path}: {status} {answer}");
     }
 
     /// An error with its status, its fixed text, and a part of what happened.
