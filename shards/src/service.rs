@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::bos::BosSettings;
 use crate::disagg::Parting;
@@ -219,6 +219,13 @@ impl ServiceShared {
             bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
+    }
+
+    /// Takes back the number of a hit that was not carried out, unless a later one has been drawn already: then that one
+    /// keeps its turn.
+    pub fn undo_seed_tick(&self, tick: u64) {
+        // Where it fails there is nothing to do.
+        let _moved_on = self.seed_ticks.compare_exchange(tick, tick - 1, Ordering::Relaxed, Ordering::Relaxed);
     }
 
     /// The row that the shard alone writes.
