@@ -26,6 +26,7 @@ mod others;
 mod pools;
 mod prompts;
 mod proxy;
+mod ranges;
 mod readback;
 mod request;
 mod seal;
