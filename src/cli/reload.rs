@@ -110,8 +110,8 @@ fn for_a_start(old: &Config, new: &Config) -> Vec<&'static str> {
     let differs = [
         (old.cores != new.cores, "shards.cores, ingest.cores, control.core"),
         (
-            (old.listen_backlog, old.ring_entries, old.drain_timeout)
-                != (new.listen_backlog, new.ring_entries, new.drain_timeout),
+            (old.listen_backlog, old.ring_entries, old.first_rung, old.drain_timeout)
+                != (new.listen_backlog, new.ring_entries, new.first_rung, new.drain_timeout),
             "shards",
         ),
         (format!("{:?}", old.limits) != format!("{:?}", new.limits), "limits"),

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
+use shards::executor::Rung;
 use shards::http::HEADERS_CEILING;
 use shards::limits::Limits;
 
@@ -95,6 +96,13 @@ fn read_shards(config: &mut Config, mut fields: Fields<'_>, report: &mut Report)
             fields.invalid(report, "ring_entries", format!("{entries} is no power of two"));
         }
         config.ring_entries = entries as u32;
+    }
+    match fields.text_set(report, "driver") {
+        None | Some("auto") => {}
+        Some("epoll") => config.first_rung = Rung::Epoll,
+        Some(other) => {
+            fields.invalid(report, "driver", format!("expected \"auto\" or \"epoll\", found {other:?}"));
+        }
     }
     if let Some(ms) = fields.int_in(report, "drain_timeout_ms", 0..=HOUR_MS) {
         config.drain_timeout = Duration::from_millis(ms as u64);
