@@ -19,6 +19,7 @@ use crate::prompt::ModelTable;
 use crate::rates::Rates;
 
 mod endpoint;
+mod endpoints;
 mod kv;
 mod policy;
 mod ring;
@@ -26,10 +27,12 @@ mod stats;
 mod vitals;
 
 pub use endpoint::{Endpoint, EndpointShared, EngineLoad, Target};
+pub use endpoints::{Edition, Endpoints};
 pub use kv::{Adapter, EngineRender, KvExact, MediumWeights};
 pub use policy::{Blend, Bypass, Disagg, PrefixHashing, Role, Select, SessionSource, Sessions};
 pub use ring::Ring;
 pub use stats::{EndpointStats, MissReason, ServiceStats, add, count};
+pub(crate) use vitals::magnitude;
 pub use vitals::{Board, Vitals};
 
 /// Everything a shard needs to serve: handed over whole, swapped at once.
@@ -73,7 +76,7 @@ pub struct Service {
     /// How requests are carried, beside where to.
     pub proxy: ProxyOptions,
     /// Endpoints by [`EndpointIndex`]. An endpoint taken out of the rule keeps its place with `retired` set.
-    pub endpoints: Vec<Endpoint>,
+    pub endpoints: Endpoints,
     /// State carried over updates of the rule.
     pub shared: Arc<ServiceShared>,
 }
@@ -135,7 +138,7 @@ impl Service {
             engine: Engine::Vllm,
             proxy: ProxyOptions::default(),
             kv: None,
-            endpoints,
+            endpoints: endpoints.into(),
             shared: Arc::new(ServiceShared::new(shards)),
         }
     }
