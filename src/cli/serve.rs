@@ -73,6 +73,9 @@ fn start(path: Option<&Path>) -> anyhow::Result<()> {
         None => (Config { kv_defaults: defaults, ..Config::default() }, Vec::new()),
     };
     let log = LogSwitch::start(&config.log);
+    for warning in super::unused_variables() {
+        warn!(%warning, "environment");
+    }
     for warning in &warnings {
         warn!(%warning, "configuration");
     }

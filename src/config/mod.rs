@@ -64,7 +64,7 @@ impl Default for Config {
             first_rung: Rung::DeferTaskrun,
             drain_timeout: Duration::from_secs(30),
             limits: Limits::default(),
-            tokenizers_dir: PathBuf::from("/etc/loxilb/tokenizers"),
+            tokenizers_dir: PathBuf::from(rules::TOKENIZERS_DIR),
             state_directory: None,
             state_period: Duration::from_secs(30),
             admin_listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 11111),

@@ -1,15 +1,14 @@
 //! What P/D rules say of the legs themselves, beyond the reference: `pdNixlPush`, `pdAuthKeyFile`, `pdBypass` and
 //! `pdBypassTokens`.
 
-use std::path::Path;
-
 use shards::disagg::auth::AuthKey;
 use shards::service::{Bypass, Engine};
 
 use crate::fields::{Fields, Report};
 
-use super::EngineToken;
 use super::check::Facts;
+use super::files::Purpose;
+use super::{EngineToken, KvDefaults, RuleFile, ranges};
 
 /// What the legs go by.
 #[derive(Default)]
@@ -20,17 +19,20 @@ pub(super) struct Legs {
     pub bypass_tokens: u32,
 }
 
-/// Most tokens that a decode endpoint may be left to compute. A rule that says more is refused.
-const BYPASS_TOKENS_MAX: i64 = 1 << 20;
-
 /// Reads the options; each is refused where nothing would come of it.
-pub(super) fn read(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts, engine: Engine) -> Legs {
+pub(super) fn read(
+    fields: &mut Fields<'_>,
+    report: &mut Report,
+    facts: &Facts,
+    engine: Engine,
+    defaults: &KvDefaults,
+) -> Legs {
     let push = fields.flag(report, "pdNixlPush").unwrap_or(false);
     if push && !(facts.pd && engine == Engine::Vllm) {
         fields.invalid(report, "pdNixlPush", "requires pd_disagg_mode=true and kv-engine-type vllm");
     }
     let bypass = read_bypass(fields, report, facts, engine);
-    let tokens = fields.int_in(report, "pdBypassTokens", 0..=BYPASS_TOKENS_MAX).unwrap_or(0);
+    let tokens = fields.int_in(report, "pdBypassTokens", ranges::BYPASS_TOKENS).unwrap_or(0);
     if tokens != 0 && bypass == Bypass::Off {
         fields.warn(report, "pdBypassTokens", "is accepted and has no effect: it concerns pdBypass short and held");
     }
@@ -40,7 +42,8 @@ pub(super) fn read(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts, 
         fields.invalid(report, "pdAuthKeyFile", "requires pd_disagg_mode=true and kv-engine-type trtllm");
         return legs;
     }
-    let auth_key = file.and_then(|path| match EngineToken::read(Path::new(path)) {
+    let file = file.map(|path| RuleFile::named(path, report.dialect, &defaults.files, Purpose::Secret));
+    let auth_key = file.and_then(|file| match EngineToken::read(file) {
         Ok(key) => Some(AuthKey::new(key.token().as_bytes())),
         Err(error) => {
             fields.invalid(report, "pdAuthKeyFile", error.to_string());

@@ -8,6 +8,7 @@ mod access;
 mod churn;
 mod crowds;
 mod examples;
+mod files;
 mod loxicmd;
 mod rows;
 mod silent;
