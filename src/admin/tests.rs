@@ -308,7 +308,7 @@ fn an_endpoint_may_be_a_name_and_two_names_of_one_address_are_refused() {
     for _ in 0..4 {
         assert_eq!(http(SocketAddr::from(([127, 0, 0, 1], port)), "GET", "/", "").0, 200);
     }
-    assert_eq!(gateway.get("/status/ready")["rules"][1]["usable_endpoints"], 1);
+    eventually("the other was probed", || gateway.get("/status/ready")["rules"][1]["usable_endpoints"] == 1);
 }
 
 #[test]
@@ -409,7 +409,7 @@ fn readiness_names_drivers_rules_and_follows_the_engines() {
 
     let engine = Engine::start("one");
     gateway.create(&plain(free_port(), json!([engine.endpoint()])));
-    assert_eq!(gateway.get("/status/ready")["ready"], true);
+    eventually("the engine was probed", || gateway.get("/status/ready")["ready"] == true);
     assert_eq!(http(doors, "GET", "/readyz", "").0, 200);
     assert_eq!(gateway.metric("loxilb_healthy_endpoints"), [r#"loxilb_healthy_endpoints{service="0"} 1"#]);
     assert_eq!(gateway.metric("loxilb_lb_rules"), ["loxilb_lb_rules 1"]);
@@ -419,9 +419,10 @@ fn readiness_names_drivers_rules_and_follows_the_engines() {
     gateway.ask("DELETE", "/config/loadbalancer/all", "");
     let nobody = json!([{"endpointIP": "127.0.0.1", "targetPort": free_port()}]);
     gateway.create(&plain(free_port(), nobody));
-    eventually("the rule is unusable", || gateway.get("/status/ready")["ready"] == false);
-    let rule = &gateway.get("/status/ready")["rules"][0];
-    assert_eq!(rule["reason"], "no endpoint is up with a weight above 0");
+    // Before that nobody says that it is ready: nothing is known of it.
+    assert_eq!(gateway.get("/status/ready")["ready"], false);
+    let reason = || gateway.get("/status/ready")["rules"][0]["reason"].clone();
+    eventually("the rule is unusable", || reason() == "no endpoint is up with a weight above 0");
     assert_eq!(gateway.get("/config/loadbalancer/all")["lbAttr"][0]["endpoints"][0]["state"], "inactive");
     assert_eq!(gateway.get("/version")["product"], "kvlane");
 }

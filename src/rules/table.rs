@@ -652,8 +652,8 @@ mod tests {
     fn every_option_that_the_checks_ask_for_is_in_the_table() {
         let bases = [Base::Plain, Hashed, Kv, Trtllm, Pd, PdAware, PdBypass, PdSglang, PdTrtllm];
         let tables = ["serviceArguments", "endpoints", "secondaryIPs", "secondaryVIPs", "allowedSources"];
-        let read_only = ["service_id", "source", "warnings", "ep_idx"];
-        let besides = [&tables, &read_only, &super::super::stated::MARKS[..]].concat();
+        let read_only = ["service_id", "source", "warnings", "ep_idx", "offload_state", "hw_pkts", "hw_bytes"];
+        let besides = [&tables[..], &read_only, &super::super::stated::MARKS].concat();
         for base in bases {
             let member = of(base, "name", Text, "", "\"n\"", "");
             let node = from_json(sample_body(&member, false).to_string().as_bytes()).expect("JSON");
