@@ -15,19 +15,20 @@ use crate::supervise::{Difference, Origin, Scope};
 use super::Context;
 use super::answers::{not_applied, problems, refusal, success};
 use super::ask::{Asked, Whole};
+use super::secrets::Sees;
 
 /// The version of the document.
 const VERSION: u64 = 1;
 
 /// The rules of the API as bodies that make them again; the configuration file has its own.
-pub(super) async fn snapshot(State(context): State<Context>) -> Response {
+pub(super) async fn snapshot(State(context): State<Context>, sees: Sees) -> Response {
     let view = context.control.view();
     let rules: Vec<Value> = view
         .entries
         .iter()
         .filter_map(|entry| match &entry.origin {
             Origin::File => None,
-            Origin::Api(_) => Some(again(readback(&entry.rule, entry.id, &[]), &entry.uuid)),
+            Origin::Api(_) => Some(sees.of(again(readback(&entry.rule, entry.id, &[]), &entry.uuid))),
         })
         .collect();
     Json(json!({"version": VERSION, "lbAttr": rules})).into_response()

@@ -10,5 +10,6 @@ mod examples;
 mod files;
 mod loxicmd;
 mod rows;
+mod secrets;
 mod silent;
 mod state;
