@@ -7,8 +7,7 @@
 //! of blocks are passed one by one: a comparison of their keys with the prompt's, and one look at each holder's row.
 
 use super::runs::{RUN_MAX, Rows};
-use super::slots::Place;
-use super::table::{Slot, SlotState, Table};
+use super::table::{Slot, SlotState, Spot, Table};
 use super::{Guard, Run, SpaceIndex};
 use crate::ids::BlockKey;
 
@@ -100,11 +99,11 @@ impl Walk {
         let mut ahead = Ahead::default();
         let mut at = 0;
         while at < keys.len() && (first || !self.alive.is_empty()) {
-            let Some(place) = ahead.place(table, keys, at) else {
+            let Some(spot) = ahead.spot(table, keys, at) else {
                 self.alive.clear();
                 return false;
             };
-            let (blocks, position) = (table.run(place), place.position());
+            let (blocks, position) = (table.view_at(spot), spot.position());
             let same = blocks.same(position, &keys[at..]);
             let rows = blocks.rows();
             if std::mem::take(&mut first) {
@@ -182,7 +181,7 @@ impl Alive {
 /// Where keys stand that have not had their turn.
 #[derive(Debug, Default)]
 struct Ahead {
-    places: [Option<Place>; AHEAD],
+    spots: [Option<Spot>; AHEAD],
     /// Which key the first of them is of, and how many keys lie between two.
     from: usize,
     stride: usize,
@@ -192,42 +191,47 @@ struct Ahead {
 
 impl Ahead {
     /// Where a key stands; none where nobody holds it.
-    fn place(&mut self, table: &Table, keys: &[BlockKey], at: usize) -> Option<Place> {
+    fn spot(&mut self, table: &Table, keys: &[BlockKey], at: usize) -> Option<Spot> {
         let stride = if self.short < SHORTS { STRIDE } else { 1 };
         if self.stride == 0 || self.stride > stride || at >= self.from + AHEAD * self.stride {
             self.look(table, keys, at, stride);
         }
-        let there = |place: &Place| table.run(*place).is_at(place.position(), keys[at]);
-        self.known(at).filter(there).or_else(|| table.find(keys[at]))
+        let there = |spot: &Spot| table.view_at(*spot).is_at(spot.position(), keys[at]);
+        self.known(at).filter(there).or_else(|| table.find_spot(keys[at]))
     }
 
     /// Where a key stands if it stands in one run with the next that was looked up.
-    fn known(&self, at: usize) -> Option<Place> {
+    fn known(&self, at: usize) -> Option<Spot> {
         let steps = (at - self.from).div_ceil(self.stride);
-        let place = (*self.places.get(steps)?)?;
-        let before = self.from + steps * self.stride - at;
-        Some(place.at(place.position().checked_sub(before)?))
+        (*self.spots.get(steps)?)?.before(self.from + steps * self.stride - at)
     }
 
     /// Looks up every so many keys from one on. Each step reads what it needs of all of them before the next: a branch
     /// that waits for memory keeps what comes after it from being read.
     fn look(&mut self, table: &Table, keys: &[BlockKey], from: usize, stride: usize) {
-        (self.places, self.from, self.stride) = ([None; AHEAD], from, stride);
+        (self.spots, self.from, self.stride) = ([None; AHEAD], from, stride);
         let chosen = || keys[from..].iter().step_by(stride).take(AHEAD).copied();
         let mut missing = false;
-        for (place, key) in self.places.iter_mut().zip(chosen()) {
-            *place = table.guess_head(key);
-            missing |= place.is_none();
+        for (spot, key) in self.spots.iter_mut().zip(chosen()) {
+            *spot = table.guess_head(key);
+            missing |= spot.is_none();
         }
         if missing {
-            table.touch(chosen());
-            for (place, key) in self.places.iter_mut().zip(chosen()).filter(|(place, _)| place.is_none()) {
-                *place = table.guess_other(key);
-            }
+            self.look_inside(table, chosen());
         }
-        let runs = || self.places.iter().flatten().map(|place| table.run(*place));
-        std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.words()));
-        std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.touch()));
+        let touch = |seen, spot: &Spot| seen ^ table.view_at(*spot).touch();
+        std::hint::black_box(self.spots.iter().flatten().fold(0, touch));
+    }
+
+    /// Looks up those of the keys that no run begins with.
+    fn look_inside(&mut self, table: &Table, keys: impl Iterator<Item = BlockKey> + Clone) {
+        table.touch(keys.clone());
+        let mut places = [None; AHEAD];
+        let missing = self.spots.iter().zip(&mut places).zip(keys).filter(|((spot, _), _)| spot.is_none());
+        missing.for_each(|((_, place), key)| *place = table.guess(key));
+        for (spot, place) in self.spots.iter_mut().zip(places) {
+            *spot = spot.or_else(|| table.spot(place?));
+        }
     }
 
     /// Notes how long the piece of a run was that was passed.
