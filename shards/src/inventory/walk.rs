@@ -8,8 +8,8 @@
 
 use super::runs::{RUN_MAX, Rows};
 use super::table::{Slot, SlotState, Spot, Table};
-use super::{Guard, Run, SpaceIndex};
-use crate::ids::BlockKey;
+use super::{Guard, Medium, Run, SpaceIndex};
+use crate::ids::{BlockKey, EndpointIndex, Rank};
 
 /// `Member::blocks` of a holder that has all keys so far.
 const ALL: u32 = u32::MAX;
@@ -38,9 +38,13 @@ pub struct Walk {
     slots_version: u64,
 }
 
+/// A holder as it was when block 0 was shown: while its generation is the same, so is all else.
 #[derive(Clone, Copy, Debug)]
 struct Member {
     holder: u16,
+    endpoint: EndpointIndex,
+    rank: Rank,
+    medium: Medium,
     generation: u32,
     blocks: u32,
 }
@@ -77,12 +81,12 @@ impl Walk {
     /// keys; a later one is safe too, and leaves out whoever was masked since.
     pub fn runs<'a>(&'a self, guard: &'a Guard<'_>) -> impl Iterator<Item = Run> + 'a {
         let table = &*guard.0;
+        let unchanged = self.slots_version == table.slots_version;
         self.members.iter().filter_map(move |member| {
-            let slot = table.slot(member.holder)?;
-            let valid = slot.state == SlotState::Eligible && slot.generation == member.generation;
+            let Member { endpoint, rank, medium, .. } = *member;
             let blocks = member.blocks.min(self.depth);
-            let Slot { endpoint, rank, medium, .. } = *slot;
-            (valid && blocks > 0).then_some(Run { endpoint, rank, medium, blocks, block_tokens: None })
+            let counts = blocks > 0 && (unchanged || member.counts_in(table));
+            counts.then_some(Run { endpoint, rank, medium, blocks, block_tokens: None })
         })
     }
 
@@ -132,7 +136,8 @@ impl Walk {
             let counts = (slot.state == SlotState::Eligible) & (slot.space == self.space) & (has > 0);
             let is_alive = has >= blocks;
             let blocks = if is_alive { ALL } else { has };
-            self.members[members] = Member { holder, generation: slot.generation, blocks };
+            let Slot { endpoint, rank, medium, generation, .. } = *slot;
+            self.members[members] = Member { holder, endpoint, rank, medium, generation, blocks };
             self.alive[alive] = Alive { holder, member: members as u16 };
             members += usize::from(counts);
             alive += usize::from(counts & is_alive);
@@ -171,7 +176,20 @@ impl Walk {
 }
 
 impl Member {
-    const NONE: Member = Member { holder: 0, generation: 0, blocks: 0 };
+    const NONE: Member = Member {
+        holder: 0,
+        endpoint: EndpointIndex(0),
+        rank: Rank(0),
+        medium: Medium::Device,
+        generation: 0,
+        blocks: 0,
+    };
+
+    /// Whether the holder is who it was, and counts.
+    fn counts_in(&self, table: &Table) -> bool {
+        let same = |slot: &Slot| slot.state == SlotState::Eligible && slot.generation == self.generation;
+        table.slot(self.holder).is_some_and(same)
+    }
 }
 
 impl Alive {
