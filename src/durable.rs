@@ -37,6 +37,24 @@ pub fn make_directory(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
+/// How names of files end that are being written.
+const BESIDE: &str = ".new";
+
+/// Removes from a directory what processes that are gone were writing when they were killed.
+pub fn clear_up(directory: &Path) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let left = name.to_str().filter(|name| name.starts_with('.')).and_then(|name| name.strip_suffix(BESIDE));
+        let writer = left.and_then(|name| name.rsplit('.').next()?.parse::<u32>().ok());
+        // This process may be writing another file already.
+        let is_gone = |process: u32| !Path::new("/proc").join(process.to_string()).exists();
+        if writer.is_some_and(is_gone) {
+            // What cannot be removed takes room and does no other harm.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
 /// Puts bytes in the place of a file in an existing directory, readable by its owner alone. They are on the disk when this
 /// returns; until then the file is the one before.
 ///
@@ -46,7 +64,7 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no file's path"));
     };
-    let beside = directory.join(format!(".{}.{}", name.display(), std::process::id()));
+    let beside = directory.join(format!(".{}.{}{BESIDE}", name.display(), std::process::id()));
     let written = write_synced(&beside, bytes).and_then(|()| fs::rename(&beside, path));
     if written.is_err() {
         let _ = fs::remove_file(&beside);

@@ -6,11 +6,12 @@ use common::engines::StubEngine;
 use common::gateway::{Gateway, Options};
 use common::{client, free_port};
 
-fn serve(refuse_io_uring: bool) -> (Gateway, StubEngine) {
+/// `head` stands before the rule.
+fn serve(head: &str, refuse_io_uring: bool) -> (Gateway, StubEngine) {
     let engine = StubEngine::start();
     let port = free_port();
     let config = format!(
-        "[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {port}\nprotocol = \"tcp\"\n\n\
+        "{head}[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {port}\nprotocol = \"tcp\"\n\n\
          [[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = {}\nweight = 1\n",
         engine.address.port()
     );
@@ -22,11 +23,20 @@ fn serve(refuse_io_uring: bool) -> (Gateway, StubEngine) {
 
 #[test]
 fn without_io_uring_epoll_serves_and_log_and_status_say_why() {
-    let (gateway, engine) = serve(true);
+    let (gateway, engine) = serve("", true);
     let status = gateway.api("/status/ready").json();
     assert_eq!(status["shards"][0]["driver"], "epoll", "{status}");
     let log = gateway.log();
     assert!(log.contains("epoll") && log.contains("Operation not permitted"), "{log}");
+    assert_eq!(engine.seen().len(), 1);
+}
+
+#[test]
+fn shards_that_are_told_to_use_epoll_do_not_try_for_more() {
+    let (gateway, engine) = serve("[shards]\ndriver = \"epoll\"\n", false);
+    let status = gateway.api("/status/ready").json();
+    assert_eq!(status["shards"][0]["driver"], "epoll", "{status}");
+    assert_eq!(status["shards"][0]["refused"], serde_json::json!([]), "{status}");
     assert_eq!(engine.seen().len(), 1);
 }
 
@@ -36,7 +46,7 @@ fn where_the_kernel_has_it_io_uring_serves_and_the_status_says_so() {
         eprintln!("skipped: io_uring_serves: this kernel or container refuses io_uring");
         return;
     }
-    let (gateway, _engine) = serve(false);
+    let (gateway, _engine) = serve("", false);
     let status = gateway.api("/status/ready").json();
     let driver = status["shards"][0]["driver"].as_str().unwrap_or_default();
     assert!(driver.starts_with("io_uring"), "{status}");

@@ -330,6 +330,181 @@ fn derived_keys_go_on_being_translated() {
     assert_eq!(fleet.sum("orphans"), 0);
 }
 
+/// Rules made over the API before two engines without a replay; what they hold is written at the end, or every 100 ms.
+struct Rules {
+    gateway: Option<Gateway>,
+    engines: Vec<EngineProcess>,
+    config: String,
+    state: Scratch,
+    _tokenizers: Scratch,
+}
+
+const LB: &str = "/netlox/v1/config/loadbalancer";
+
+impl Rules {
+    fn start(period_ms: u32) -> Self {
+        let engines: Vec<_> = (0..2).map(|_| EngineProcess::start("--time-scale 0 --seed 0 --no-replay")).collect();
+        let (tokenizers, state) = (fleet::tokenizers(), Scratch::new("state"));
+        let config = format!(
+            "[state]\ndirectory = \"{}\"\nperiod_ms = {period_ms}\n[tokenizers]\ndir = \"{}\"\n",
+            state.path().display(),
+            tokenizers.path().display()
+        );
+        let mut rules = Rules { gateway: None, engines, config, state, _tokenizers: tokenizers };
+        rules.restart(End::Killed);
+        rules
+    }
+
+    fn gateway(&self) -> &Gateway {
+        self.gateway.as_ref().expect("it runs")
+    }
+
+    fn restart(&mut self, end: End) {
+        if let Some(mut gateway) = self.gateway.take()
+            && end == End::Told
+        {
+            gateway.signal(libc::SIGTERM);
+            gateway.wait();
+        }
+        self.gateway = Some(Gateway::start(Options { config: self.config.clone(), ..Options::default() }));
+    }
+
+    /// A rule over both engines, each with the event port of the one that `events` names.
+    fn post(&self, port: u16, events: [usize; 2], block_tokens: u32) {
+        let endpoint = |(engine, events): (&EngineProcess, usize)| {
+            json!({"endpointIP": "127.0.0.1", "targetPort": engine.address.port(), "weight": 1,
+                "kvZmqPort": self.engines[events].event_port})
+        };
+        let rule = json!({
+            "serviceArguments": {"externalIP": "127.0.0.1", "port": port, "mode": 4, "kvExactMode": 3, "kvNoneHashSeed": "0",
+                "kvBlockSize": block_tokens, "kvSpillRelief": false, "kvColdstartSeedN": 0, "kvReplayPortOffset": 0,
+                "model_name": "kvlane/demo"},
+            "endpoints": self.engines.iter().zip(events).map(endpoint).collect::<Vec<_>>(),
+        });
+        let answer = client::post(self.gateway().admin, LB, &rule);
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+
+    fn delete(&self, port: u16) {
+        let path = format!("{LB}/externalipaddress/127.0.0.1/port/{port}/protocol/tcp?model_name=kvlane/demo");
+        let answer = client::call(self.gateway().admin, "DELETE", &path, b"").expect("answered");
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+
+    /// With what each rank of so many began.
+    fn started(&self, ranks: usize) -> Vec<String> {
+        wait_for("every stream has begun", || {
+            let parity = self.gateway().api("/config/ai/kv/parity").json()["parity"].as_array()?.clone();
+            let started: Option<Vec<_>> =
+                parity.iter().map(|rank| Some(rank["started"].as_str()?.to_owned())).collect();
+            started.filter(|started| started.len() == ranks)
+        })
+    }
+
+    /// Prompts that go where they are held, by the engine's word.
+    fn hits(&self, port: u16, prompts: std::ops::Range<usize>) -> usize {
+        let hits = |number: &usize| {
+            let answer = client::post(([127, 0, 0, 1], port).into(), "/v1/completions", &prompt(*number));
+            assert_eq!(answer.status, 200, "{}", answer.text());
+            let usage = &answer.json()["usage"];
+            let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or(0);
+            cached + 64 > usage["prompt_tokens"].as_u64().expect("a usage")
+        };
+        prompts.filter(hits).count()
+    }
+
+    fn knows(&self, service: u32, holders: [usize; 2]) {
+        wait_for("the gateway knows the engines' blocks", || {
+            let known = |(index, holder): (usize, usize)| {
+                self.gateway().inventory(service, index as u32) == self.engines[holder].keys()
+            };
+            holders.into_iter().enumerate().all(known).then_some(())
+        });
+    }
+
+    fn ready(&self) {
+        wait_for("the tokenizer is loaded", || {
+            let status = self.gateway().api("/status/ready").json();
+            status["models"].as_array()?.iter().any(|model| model["state"] == "ready").then_some(())
+        });
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(self.state.path()).expect("the directory is there");
+        let paths = entries.map(|entry| entry.expect("an entry").path());
+        paths.filter(|path| path.extension().is_some_and(|end| end == "state")).collect()
+    }
+}
+
+#[test]
+fn what_one_rule_leaves_another_over_the_same_engines_still_has() {
+    // Nothing is written but at the end: what is there after the removal was there before it.
+    let mut rules = Rules::start(3_600_000);
+    let (first, second, third) = (free_port(), free_port(), free_port());
+    [first, second].into_iter().for_each(|port| rules.post(port, [0, 1], 16));
+    rules.started(4);
+    rules.ready();
+    rules.hits(second, 0..8);
+    [0, 1].into_iter().for_each(|service| rules.knows(service, [0, 1]));
+    rules.restart(End::Told);
+    assert_eq!(rules.started(4), ["restored"; 4]);
+    assert_eq!(rules.files().len(), 2, "both read the same of the same ranks");
+    rules.delete(first);
+    // State files are seen to in order: when these ranks have begun, everything before is done.
+    rules.post(third, [0, 1], 32);
+    rules.started(4);
+    rules.delete(third);
+    rules.restart(End::Killed);
+    assert_eq!(rules.started(2), ["restored"; 2]);
+    rules.ready();
+    assert_eq!(rules.hits(second, 0..8), 8);
+    rules.delete(second);
+    wait_for("nobody uses the files", || rules.files().is_empty().then_some(()));
+}
+
+#[test]
+fn rules_over_one_address_with_different_event_ports_have_files_of_their_own() {
+    let mut rules = Rules::start(3_600_000);
+    let (first, second) = (free_port(), free_port());
+    rules.post(first, [0, 1], 16);
+    rules.post(second, [1, 0], 16);
+    rules.started(4);
+    rules.ready();
+    rules.hits(first, 0..8);
+    for _ in 0..2 {
+        rules.knows(0, [0, 1]);
+        rules.knows(1, [1, 0]);
+        rules.restart(End::Told);
+        assert_eq!((rules.started(4), rules.files().len()), (vec!["restored".to_owned(); 4], 4));
+    }
+    rules.delete(first);
+    wait_for("the first rule's files are gone", || (rules.files().len() == 2).then_some(()));
+}
+
+#[test]
+fn a_file_that_somebody_removed_is_written_again_and_those_of_an_earlier_release_go() {
+    let mut rules = Rules::start(100);
+    rules.post(free_port(), [0, 1], 16);
+    rules.started(2);
+    rules.ready();
+    rules.engines.iter().for_each(|engine| _ = client::post(engine.address, "/v1/completions", &prompt(0)));
+    rules.knows(0, [0, 1]);
+    wait_for("both are written", || (rules.files().len() == 2).then_some(()));
+    for file in rules.files() {
+        // It may be being written at this moment.
+        let _ = std::fs::remove_file(file);
+    }
+    wait_for("both are written again", || (rules.files().len() == 2).then_some(()));
+
+    let old = rules.state.path().join("kv-0123456789abcdef.state");
+    let half = rules.state.path().join(".kv-0123456789abcdef.state.4194305.new");
+    [&old, &half].into_iter().for_each(|file| std::fs::write(file, "KVLSTATE").expect("writable"));
+    rules.restart(End::Told);
+    assert_eq!(rules.started(2), ["restored"; 2]);
+    wait_for("it is said", || rules.gateway().log().contains("of an earlier release").then_some(()));
+    assert!(!old.exists() && !half.exists());
+}
+
 /// Prompts of a fleet, and how often they are asked for.
 const PROMPTS: usize = 25;
 const REQUESTS: usize = 100;

@@ -9,8 +9,8 @@ use serde_json::Value;
 use tracing::{info, warn};
 
 use crate::fields::{Kind, Problem, from_json};
-use crate::rules::{Oper, Purpose, check_request, purpose_of, readback};
-use crate::supervise::{Control, Entry, Origin, Selector};
+use crate::rules::{Oper, Purpose, check_request, purpose_of};
+use crate::supervise::{Control, Entry, Origin, RegistryError, Selector};
 
 use super::Context;
 use super::answers::{not_applied, problems, refusal, success};
@@ -78,7 +78,7 @@ fn plan(context: &Context, body: &[u8]) -> Result<Plan, Refusal> {
         }
         (Oper::Attach, None) => Ok(Plan::Put(body)),
         (Oper::Detach, None) => Err(Refusal::Missing(format!("no-rule: there is no rule for {}", purpose.key))),
-        (Oper::Attach, Some(old)) => Ok(Plan::Put(attach(&old, &purpose, &mut body))),
+        (Oper::Attach, Some(old)) => attach(&old, &purpose, &mut body).map(Plan::Put),
         (Oper::Detach, Some(old)) => detach(&old, purpose),
     }
 }
@@ -99,16 +99,16 @@ fn refused_change(found: Vec<Problem>, there: bool) -> Refusal {
 }
 
 /// The body that makes a rule again.
-fn body_of(entry: &Entry) -> Value {
+fn body_of(entry: &Entry) -> Result<Value, Refusal> {
     match &entry.origin {
-        Origin::Api(body) => Value::clone(body),
-        Origin::File => readback(&entry.rule, entry.id, &[]),
+        Origin::Api(body) => Ok(Value::clone(body)),
+        Origin::File => Err(Refusal::Conflict(RegistryError::FromFile.to_string())),
     }
 }
 
 /// The rule's body with the endpoints of another in place of its own of the same address, or behind them.
-fn attach(old: &Entry, purpose: &Purpose, body: &mut Value) -> Value {
-    let mut whole = body_of(old);
+fn attach(old: &Entry, purpose: &Purpose, body: &mut Value) -> Result<Value, Refusal> {
+    let mut whole = body_of(old)?;
     let given = std::mem::take(member_mut(body, "endpoints"));
     let known: Vec<_> = old.rule.endpoints.iter().map(|endpoint| endpoint.identity()).collect();
     if let (Some(endpoints), Value::Array(given)) = (member_mut(&mut whole, "endpoints").as_array_mut(), given) {
@@ -119,7 +119,7 @@ fn attach(old: &Entry, purpose: &Purpose, body: &mut Value) -> Value {
             }
         }
     }
-    whole
+    Ok(whole)
 }
 
 /// The rule's body without the endpoints of another.
@@ -132,7 +132,7 @@ fn detach(old: &Entry, purpose: Purpose) -> Result<Plan, Refusal> {
     if !leaves.contains(&false) {
         return Ok(Plan::Remove(purpose));
     }
-    let mut whole = body_of(old);
+    let mut whole = body_of(old)?;
     if let Some(endpoints) = member_mut(&mut whole, "endpoints").as_array_mut() {
         let mut leaves = leaves.iter();
         endpoints.retain(|_| leaves.next() != Some(&true));

@@ -5,7 +5,7 @@ use std::io::{self, Write as _};
 use std::path::Path;
 
 use serde_json::{Value, json};
-use shards::executor::{Refusal, Ring, Rung};
+use shards::executor::{Refusal, Ring};
 
 use crate::config::{Config, ConfigError, Listing};
 use crate::cores::{self, Machine, Plan};
@@ -117,7 +117,7 @@ impl Report<'_> {
             "cores": {"shards": self.plan.shards, "ingest": self.plan.ingest, "control": self.plan.control,
                       "notes": self.plan.notes},
             "descriptors": {"soft": limits.map(|l| l.soft), "hard": limits.map(|l| l.hard), "needed": self.needed()},
-            "ring": ring(self.config.ring_entries),
+            "ring": ring(self.config),
         })
     }
 }
@@ -156,7 +156,7 @@ impl fmt::Display for Text<'_> {
             writeln!(f, "            note: {note}")?;
         }
         self.descriptors(f)?;
-        write!(f, "ring        {}", ring(config.ring_entries))
+        write!(f, "ring        {}", ring(config))
     }
 }
 
@@ -188,8 +188,8 @@ impl Text<'_> {
 }
 
 /// Which driver a shard would get, and why no better one.
-fn ring(entries: u32) -> String {
-    match Ring::build(Rung::DeferTaskrun, entries) {
+fn ring(config: &Config) -> String {
+    match Ring::build(config.first_rung, config.ring_entries) {
         Ok((_, rung, refusals)) if refusals.is_empty() => rung.name().to_owned(),
         Ok((_, rung, refusals)) => format!("{} ({})", rung.name(), reasons(&refusals)),
         Err(refusals) => format!("none ({})", reasons(&refusals)),

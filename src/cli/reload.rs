@@ -106,17 +106,18 @@ fn tell(path: &Path, difference: &Difference, for_a_start: &[&str]) {
 
 /// Tables whose new values only a start takes up.
 fn for_a_start(old: &Config, new: &Config) -> Vec<&'static str> {
+    let admin = |config: &Config| (config.admin_listen, config.access.clone(), config.kv_defaults.files.clone());
     let differs = [
         (old.cores != new.cores, "shards.cores, ingest.cores, control.core"),
         (
-            (old.listen_backlog, old.ring_entries, old.drain_timeout)
-                != (new.listen_backlog, new.ring_entries, new.drain_timeout),
+            (old.listen_backlog, old.ring_entries, old.first_rung, old.drain_timeout)
+                != (new.listen_backlog, new.ring_entries, new.first_rung, new.drain_timeout),
             "shards",
         ),
         (format!("{:?}", old.limits) != format!("{:?}", new.limits), "limits"),
         (old.tokenizers_dir != new.tokenizers_dir, "tokenizers"),
         ((&old.state_directory, old.state_period) != (&new.state_directory, new.state_period), "state"),
-        ((old.admin_listen, &old.access) != (new.admin_listen, &new.access), "admin"),
+        (admin(old) != admin(new), "admin"),
         (old.metrics_listen != new.metrics_listen, "metrics"),
     ];
     differs.into_iter().filter(|(differs, _)| *differs).map(|(_, table)| table).collect()

@@ -11,6 +11,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use shards::executor::Rung;
 use shards::limits::Limits;
 
 use crate::access::AccessOptions;
@@ -29,6 +30,8 @@ pub struct Config {
     pub listen_backlog: u32,
     /// `[shards] ring_entries`: submission entries of each shard's ring; a power of two.
     pub ring_entries: u32,
+    /// `[shards] driver`: the best driver that shards try for; `epoll` leaves io_uring out.
+    pub first_rung: Rung,
     /// `[shards] drain_timeout_ms`: time that requests under way get to finish at shutdown. Then they are cut.
     pub drain_timeout: Duration,
     /// `[limits]`.
@@ -58,9 +61,10 @@ impl Default for Config {
             cores: Wishes::default(),
             listen_backlog: 4096,
             ring_entries: 4096,
+            first_rung: Rung::DeferTaskrun,
             drain_timeout: Duration::from_secs(30),
             limits: Limits::default(),
-            tokenizers_dir: PathBuf::from("/etc/loxilb/tokenizers"),
+            tokenizers_dir: PathBuf::from(rules::TOKENIZERS_DIR),
             state_directory: None,
             state_period: Duration::from_secs(30),
             admin_listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 11111),

@@ -1,15 +1,17 @@
 //! The options outside `[[rule]]`: each is named, bounded and given its default here and nowhere else.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
+use shards::executor::Rung;
 use shards::http::HEADERS_CEILING;
 use shards::limits::Limits;
 
 use crate::access::{AccessOptions, TlsFiles};
 use crate::cores::Wish;
 use crate::fields::{Fields, Node, Report, Value};
+use crate::rules::RuleFiles;
 
 use super::{Config, overlaps};
 
@@ -17,6 +19,8 @@ use super::{Config, overlaps};
 const CORES_MAX: usize = 1024;
 /// Longest time an option may set.
 const HOUR_MS: i64 = 3_600_000;
+/// Most directories that `[admin] files` may name.
+const FILES_MAX: usize = 64;
 
 pub(super) fn read(config: &mut Config, root: &mut Fields<'_>, report: &mut Report) {
     if let Some(level) = root.text_set(report, "log") {
@@ -54,13 +58,16 @@ pub(super) fn read(config: &mut Config, root: &mut Fields<'_>, report: &mut Repo
         }
         fields.finish(report);
     }
+    let mut files = Vec::new();
     if let Some(mut fields) = root.table(report, "admin") {
         if let Some(address) = read_listen(&mut fields, report) {
             config.admin_listen = address;
         }
         config.access = read_access(&mut fields, report, config.admin_listen);
+        files = read_files(&mut fields, report);
         fields.finish(report);
     }
+    config.kv_defaults.files = RuleFiles::new(&files, &config.tokenizers_dir);
     if let Some(mut fields) = root.table(report, "metrics") {
         config.metrics_listen = read_listen(&mut fields, report);
         let admin = config.admin_listen;
@@ -89,6 +96,13 @@ fn read_shards(config: &mut Config, mut fields: Fields<'_>, report: &mut Report)
             fields.invalid(report, "ring_entries", format!("{entries} is no power of two"));
         }
         config.ring_entries = entries as u32;
+    }
+    match fields.text_set(report, "driver") {
+        None | Some("auto") => {}
+        Some("epoll") => config.first_rung = Rung::Epoll,
+        Some(other) => {
+            fields.invalid(report, "driver", format!("expected \"auto\" or \"epoll\", found {other:?}"));
+        }
     }
     if let Some(ms) = fields.int_in(report, "drain_timeout_ms", 0..=HOUR_MS) {
         config.drain_timeout = Duration::from_millis(ms as u64);
@@ -165,6 +179,35 @@ fn read_access(fields: &mut Fields<'_>, report: &mut Report, listen: SocketAddr)
         fields.invalid(report, "listen", message);
     }
     AccessOptions { tokens, tls, insecure }
+}
+
+/// Directories in which rules made over the API may name files.
+fn read_files(fields: &mut Fields<'_>, report: &mut Report) -> Vec<PathBuf> {
+    const NAME: &str = "files";
+    let Some(node) = fields.take(NAME) else { return Vec::new() };
+    let directory = |node: &Node| match &node.value {
+        Value::Text(text) if is_directory_of_files(Path::new(text)) => Some(PathBuf::from(text)),
+        _ => None,
+    };
+    let read = match &node.value {
+        Value::List(items) if items.len() <= FILES_MAX => items.iter().map(directory).collect::<Option<_>>(),
+        _ => None,
+    };
+    read.unwrap_or_else(|| {
+        let message = format!(
+            "expected a list of at most {FILES_MAX} directories such as [\"/etc/kvlane/rules.d\"], each absolute, without .., \
+             and neither / nor in /proc, /sys or /dev"
+        );
+        fields.invalid(report, NAME, message);
+        Vec::new()
+    })
+}
+
+/// Whether a directory may be one in which anybody who makes rules may have files read.
+fn is_directory_of_files(path: &Path) -> bool {
+    let plain = path.components().skip(1).all(|part| matches!(part, Component::Normal(_)));
+    let of_the_kernel = ["/proc", "/sys", "/dev"].iter().any(|root| path.starts_with(root));
+    path.is_absolute() && plain && path != Path::new("/") && !of_the_kernel
 }
 
 fn read_limits(limits: &mut Limits, mut fields: Fields<'_>, report: &mut Report) {

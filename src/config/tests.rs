@@ -176,3 +176,92 @@ fn options_reach_their_places() {
     assert_eq!(config.rules.len(), 1);
     assert!(config.rules[0].kv.is_some());
 }
+
+/// A row of a table of `docs/configuration.md`: names, default, range.
+fn rows_of_the_page(table: &str) -> Vec<(Vec<String>, String, String)> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/configuration.md");
+    let page = std::fs::read_to_string(path).expect("the page is there");
+    let after = page.split(&format!("| {table} |")).nth(1).expect("the page has the table");
+    let lines = after.lines().skip(2).take_while(|line| line.starts_with('|'));
+    let row = |line: &str| {
+        let cells: Vec<_> = line.trim_matches('|').split('|').map(str::trim).collect();
+        let names = cells[0].split(", ").map(|name| name.trim_matches('`').to_owned()).collect();
+        (names, cells[1].trim_matches('`').to_owned(), cells[2].to_owned())
+    };
+    lines.map(row).collect()
+}
+
+/// The least and the most of `1 to 9` at the cell's beginning.
+fn range_of(cell: &str) -> Option<(i64, i64)> {
+    let (min, rest) = cell.split_once(" to ")?;
+    let most = rest.split(|other: char| !other.is_ascii_digit()).next()?;
+    Some((min.parse().ok()?, most.parse().ok()?))
+}
+
+/// Whether a file with this one key is accepted.
+fn takes(key: &str, value: &str) -> bool {
+    let text = match key.split_once('.') {
+        Some((table, key)) => format!("[{table}]\n{key} = {value}\n"),
+        None => format!("{key} = {value}\n"),
+    };
+    parse(&text).is_ok()
+}
+
+#[test]
+fn the_page_of_the_file_has_its_names_defaults_and_ranges() {
+    let rows = rows_of_the_page("key");
+    assert!(rows.len() > 25, "{rows:?}");
+    let mut defaults = std::collections::BTreeMap::<String, Vec<String>>::new();
+    for (names, default, holds) in &rows {
+        for name in names {
+            if let Some((min, max)) = range_of(holds) {
+                let outside = [min - 1, max + 1].map(|value| takes(name, &value.to_string()));
+                assert_eq!(outside, [false, false], "{name} takes less than {min} or more than {max}");
+                let inside = [min, max].map(|value| takes(name, &value.to_string()));
+                assert_eq!(inside, [true, true], "{name} refuses {min} or {max}");
+            }
+            let (table, key) = name.split_once('.').unwrap_or(("", name));
+            if !default.is_empty() {
+                defaults.entry(table.to_owned()).or_default().push(format!("{key} = {default}"));
+            }
+        }
+    }
+    let tables = defaults.iter().map(|(table, keys)| {
+        let head = if table.is_empty() { String::new() } else { format!("[{table}]\n") };
+        format!("{head}{}\n", keys.join("\n"))
+    });
+    let stated = parse(&tables.collect::<String>()).expect("the page's defaults are right");
+    assert_eq!(format!("{stated:?}"), format!("{:?}", Config::default()));
+}
+
+#[test]
+fn the_page_of_the_file_has_the_variables_their_defaults_and_ranges() {
+    let rows = rows_of_the_page("variable");
+    let read = |name: &str, value: &str| KvDefaults::from_env(|other| (other == name).then(|| value.to_owned()));
+    for (names, default, range) in &rows {
+        let name = &names[0];
+        assert_eq!(read(name, default).ok(), Some(KvDefaults::default()), "{name} is {default:?} by default");
+        assert!(read(name, "\u{7f}nonsense that is longer than a seed").is_err(), "{name} is read");
+        let Some((min, max)) = range_of(range) else { continue };
+        for (value, right) in [(min, true), (max, true), (min - 1, false), (max + 1, false)] {
+            assert_eq!(read(name, &value.to_string()).is_ok(), right, "{name} = {value}");
+        }
+    }
+    let asked = std::cell::RefCell::new(std::collections::BTreeSet::new());
+    let _ = KvDefaults::from_env(|name| {
+        asked.borrow_mut().insert(name.to_owned());
+        None
+    });
+    let named: std::collections::BTreeSet<_> = rows.into_iter().flat_map(|(names, ..)| names).collect();
+    assert_eq!(asked.into_inner(), named, "the page has all variables");
+}
+
+#[test]
+fn shards_may_be_told_to_do_without_io_uring() {
+    let driver = |text| parse(&format!("[shards]\ndriver = \"{text}\"\n")).map(|config| config.first_rung);
+    assert_eq!((driver("auto").ok(), driver("epoll").ok()), (Some(Rung::DeferTaskrun), Some(Rung::Epoll)));
+    assert_eq!(
+        listing("[shards]\ndriver = \"poll\"\n"),
+        ["kvlane.toml:2: shards.driver: expected \"auto\" or \"epoll\", found \"poll\""]
+    );
+}

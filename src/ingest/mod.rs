@@ -248,8 +248,9 @@ impl Ingest {
     pub fn start(options: IngestOptions) -> io::Result<Self> {
         let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout, aside, state } = options;
         let (files, helper) = match state {
-            Some(StateOptions { directory, period }) => {
-                let (files, helper) = Files::start(directory, max_blocks_per_endpoint)?;
+            Some(options) => {
+                let period = options.period;
+                let (files, helper) = Files::start(options, max_blocks_per_endpoint)?;
                 (Some((files, period)), Some(helper))
             }
             None => (None, None),

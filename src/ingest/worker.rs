@@ -529,6 +529,7 @@ impl Worker {
     }
 
     fn close_endpoint(&mut self, id: TableId, index: EndpointIndex) {
+        self.leave_files(id, index, |files, share| files.leave(&share));
         let Some(service) = self.services.get_mut(&id) else { return };
         let Some(endpoint) = service.endpoints.remove(&index) else { return };
         for source in endpoint.sources {

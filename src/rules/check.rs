@@ -2,15 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use shards::service::Engine;
 
 use crate::fields::{Dialect, Fields, Node, Problem, Report, Value};
 
+use super::files::Purpose;
 use super::{
-    EngineToken, KvDefaults, PathMatchMode, Rule, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others, pools, proxy,
+    EngineToken, KvDefaults, PathMatchMode, Rule, RuleFile, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others, pools,
+    proxy,
 };
 
 /// The load-balancer mode in which connections are ended and requests are read.
@@ -81,7 +83,7 @@ pub fn check(
         engine,
         proxy: proxy::read(fields, report, engine, &facts, defaults),
         kv,
-        engine_token: read_token(fields, report),
+        engine_token: read_token(fields, report, defaults),
         endpoints: Vec::new(),
         inert: BTreeMap::new(),
     };
@@ -91,9 +93,9 @@ pub fn check(
     rule
 }
 
-fn read_token(fields: &mut Fields<'_>, report: &mut Report) -> Option<Arc<EngineToken>> {
-    let path = Path::new(fields.text_set(report, "engineTokenFile")?);
-    match EngineToken::read(path) {
+fn read_token(fields: &mut Fields<'_>, report: &mut Report, defaults: &KvDefaults) -> Option<Arc<EngineToken>> {
+    let path = fields.text_set(report, "engineTokenFile")?;
+    match EngineToken::read(RuleFile::named(path, report.dialect, &defaults.files, Purpose::Secret)) {
         Ok(token) => Some(Arc::new(token)),
         Err(error) => {
             fields.invalid(report, "engineTokenFile", error.to_string());

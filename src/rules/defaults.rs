@@ -9,13 +9,14 @@ use shards::service::Blend;
 
 use crate::fields::{Kind, Problem};
 
-use super::SEED_BYTES_MAX;
+use super::{RuleFiles, SEED_BYTES_MAX};
 
 /// What `LOXILB_KV_CAP_SUM_MILLI` may be: from an eighth to eight times of what the adaptive blends were tuned on.
 pub(super) const CAPACITY_SUM: RangeInclusive<u32> =
     CAPACITY_REFERENCE_MILLI.div_ceil(8)..=8 * CAPACITY_REFERENCE_MILLI;
 
-/// What a rule gets where it says nothing itself: the variable, else the default.
+/// What a rule is read by: what it gets where it says nothing itself (the variable, else the default), and which files it
+/// may name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KvDefaults {
     /// `LLB_KV_NONE_HASH_SEED`, at most 23 bytes; unset or empty = the fixed seed of vLLM 0.29 and later.
@@ -50,6 +51,8 @@ pub struct KvDefaults {
     pub drain_poll: DrainPoll,
     /// What P/D rules go by.
     pub pd: PdDefaults,
+    /// Where files lie that rules made over the API may name: from the configuration file.
+    pub files: RuleFiles,
 }
 
 /// What P/D rules go by.
@@ -101,6 +104,7 @@ impl Default for KvDefaults {
             replay_port_offset: 1000,
             drain_poll: DrainPoll { min_ms: 5, max_ms: 20 },
             pd: PdDefaults::default(),
+            files: RuleFiles::default(),
         }
     }
 }
@@ -130,6 +134,7 @@ impl KvDefaults {
             replay_port_offset: env.short("LLB_KV_REPLAY_PORT_OFFSET", 0..=65_535, default.replay_port_offset),
             drain_poll: env.drain_poll(default.drain_poll),
             pd: env.pd(),
+            files: default.files,
         };
         if env.problems.is_empty() { Ok(value) } else { Err(env.problems) }
     }

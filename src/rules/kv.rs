@@ -1,7 +1,5 @@
 //! The KV-exact part of a rule.
 
-use std::io::Read as _;
-use std::path::Path;
 use std::sync::Arc;
 
 use shards::block::FIXED_SEED;
@@ -12,7 +10,8 @@ use crate::fields::{Fields, Report, Value};
 
 use super::check::{ENGINE_DEFAULT, Facts};
 use super::defaults::CAPACITY_SUM;
-use super::{ChatTemplate, DrainPoll, KvAlgo, KvDefaults, KvRule, RANKS_MAX, SEED_BYTES_MAX};
+use super::files::Purpose;
+use super::{ChatTemplate, DrainPoll, KvAlgo, KvDefaults, KvRule, RANKS_MAX, RuleFile, SEED_BYTES_MAX};
 
 /// `kvZmqPort` of rules that do not say.
 const ZMQ_PORT: i64 = 5557;
@@ -93,7 +92,7 @@ pub(super) fn read(
         warmup_sec: read_warmup(fields, report),
         ranks: ranks as u8,
         seed: read_seed(fields, report, engine, defaults),
-        chat_template: read_template(fields, report),
+        chat_template: read_template(fields, report, defaults),
         prompts: super::prompts::read(fields, report, engine),
         adapters: super::adapters::read(fields, report),
         min_match_tokens: number(fields, report, "kvMinMatchTokens", 0, 4096, defaults.min_match_tokens),
@@ -336,27 +335,14 @@ fn read_seed(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, defau
     own.map(str::to_owned).or_else(|| defaults.seed.clone()).filter(|seed| seed != FIXED_SEED)
 }
 
-fn read_template(fields: &mut Fields<'_>, report: &mut Report) -> Option<ChatTemplate> {
-    let path = Path::new(fields.text_set(report, "kvChatTemplate")?);
-    match read_bounded(path) {
-        Ok(text) => Some(ChatTemplate { path: path.to_owned(), text: Arc::from(text) }),
-        Err(error) => {
-            fields.invalid(report, "kvChatTemplate", format!("cannot read {}: {error}", path.display()));
-            None
-        }
-    }
-}
-
-/// The text of a regular file; devices and pipes would block or never end.
-fn read_bounded(path: &Path) -> std::io::Result<String> {
-    if !std::fs::metadata(path)?.is_file() {
-        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "it is no regular file"));
-    }
-    let mut text = String::new();
-    std::fs::File::open(path)?.take(TEMPLATE_BYTES_MAX + 1).read_to_string(&mut text)?;
-    if text.len() as u64 > TEMPLATE_BYTES_MAX {
-        let message = format!("it has more than {TEMPLATE_BYTES_MAX} bytes");
-        return Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, message));
-    }
-    Ok(text)
+fn read_template(fields: &mut Fields<'_>, report: &mut Report, defaults: &KvDefaults) -> Option<ChatTemplate> {
+    let path = fields.text_set(report, "kvChatTemplate")?;
+    let file = RuleFile::named(path, report.dialect, &defaults.files, Purpose::Template);
+    let problem = match file.read(TEMPLATE_BYTES_MAX).map(String::from_utf8) {
+        Ok(Ok(text)) => return Some(ChatTemplate { path: file.path().to_owned(), text: Arc::from(text) }),
+        Ok(Err(_)) => format!("{} is not UTF-8", file.path().display()),
+        Err(error) => error.to_string(),
+    };
+    fields.invalid(report, "kvChatTemplate", problem);
+    None
 }

@@ -1,15 +1,14 @@
 //! What P/D rules say of the legs themselves, beyond the reference: `pdNixlPush`, `pdAuthKeyFile`, `pdBypass` and
 //! `pdBypassTokens`.
 
-use std::path::Path;
-
 use shards::disagg::auth::AuthKey;
 use shards::service::{Bypass, Engine};
 
 use crate::fields::{Fields, Report};
 
-use super::EngineToken;
 use super::check::Facts;
+use super::files::Purpose;
+use super::{EngineToken, KvDefaults, RuleFile};
 
 /// What the legs go by.
 #[derive(Default)]
@@ -24,7 +23,13 @@ pub(super) struct Legs {
 const BYPASS_TOKENS_MAX: i64 = 1 << 20;
 
 /// Reads the options; each is refused where nothing would come of it.
-pub(super) fn read(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts, engine: Engine) -> Legs {
+pub(super) fn read(
+    fields: &mut Fields<'_>,
+    report: &mut Report,
+    facts: &Facts,
+    engine: Engine,
+    defaults: &KvDefaults,
+) -> Legs {
     let push = fields.flag(report, "pdNixlPush").unwrap_or(false);
     if push && !(facts.pd && engine == Engine::Vllm) {
         fields.invalid(report, "pdNixlPush", "requires pd_disagg_mode=true and kv-engine-type vllm");
@@ -40,7 +45,8 @@ pub(super) fn read(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts, 
         fields.invalid(report, "pdAuthKeyFile", "requires pd_disagg_mode=true and kv-engine-type trtllm");
         return legs;
     }
-    let auth_key = file.and_then(|path| match EngineToken::read(Path::new(path)) {
+    let file = file.map(|path| RuleFile::named(path, report.dialect, &defaults.files, Purpose::Secret));
+    let auth_key = file.and_then(|file| match EngineToken::read(file) {
         Ok(key) => Some(AuthKey::new(key.token().as_bytes())),
         Err(error) => {
             fields.invalid(report, "pdAuthKeyFile", error.to_string());

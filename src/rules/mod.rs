@@ -20,6 +20,7 @@ mod check;
 pub mod compile;
 mod defaults;
 mod endpoints;
+mod files;
 mod kv;
 mod legs;
 mod others;
@@ -47,6 +48,7 @@ use shards::service::{
 pub use algo::{KvAlgo, contract, unknowable};
 pub use check::{check, check_file, check_request};
 pub use defaults::{DrainPoll, KvDefaults, PdDefaults};
+pub use files::{FileError, RuleFile, RuleFiles, TOKENIZERS_DIR};
 pub use prompts::PromptOptions;
 pub use readback::{contract_of, readback};
 pub use request::{Oper, Purpose, purpose_of};

@@ -140,7 +140,7 @@ pub(super) fn read_disagg(
     engine: Engine,
     defaults: &KvDefaults,
 ) -> Option<Disagg> {
-    let legs = legs::read(fields, report, facts, engine);
+    let legs = legs::read(fields, report, facts, engine, defaults);
     // 0 means the default, as the reference has it.
     let some = |value: Option<i64>, default: i64| value.filter(|value| *value != 0).unwrap_or(default);
     let threshold = fields.int_in(report, "pd_cache_threshold", 0..=100);

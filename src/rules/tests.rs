@@ -20,7 +20,11 @@ pub(super) fn two() -> Value {
 }
 
 pub(super) fn request(body: &Value) -> Result<(Rule, Vec<Problem>), Vec<Problem>> {
-    check_request(&from_json(body.to_string().as_bytes()).expect("JSON"), &KvDefaults::default())
+    let files = RuleFiles::new(&[std::env::temp_dir()], std::path::Path::new(TOKENIZERS_DIR));
+    check_request(
+        &from_json(body.to_string().as_bytes()).expect("JSON"),
+        &KvDefaults { files, ..KvDefaults::default() },
+    )
 }
 
 pub(super) fn accepted(body: &Value) -> Rule {
@@ -115,8 +119,9 @@ fn refusals_name_the_value_and_what_is_expected() {
         (json!({"kvBlockSize": 0}), "kvBlockSize: 0 is not within 4 to 65536 tokens"),
         (json!({"kvBlockSize": "16"}), "kvBlockSize: expected a whole number, found a text (\"16\")"),
         (json!({"kvNoneHashSeed": "123456789012345678901234"}), "kvNoneHashSeed: has 24 bytes, at most 23"),
-        (json!({"kvChatTemplate": "/nonexistent/chat.jinja"}), "kvChatTemplate: cannot read /nonexistent/chat.jinja"),
-        (json!({"kvChatTemplate": "/dev/zero"}), "kvChatTemplate: cannot read /dev/zero: it is no regular file"),
+        (json!({"kvChatTemplate": "/nonexistent/chat.jinja"}), "kvChatTemplate: /nonexistent/chat.jinja is in none of"),
+        (json!({"kvChatTemplate": "/etc/passwd"}), "files under [admin] in the configuration file"),
+        (json!({"engineTokenFile": "/etc/passwd"}), "engineTokenFile: /etc/passwd is in none of the directories"),
         (json!({"kvMeanLoadFactor": 99}), "kvMeanLoadFactor: 99 is not within 100 to 1000"),
         (json!({"pdBootstrapPort": 8998}), "pd-bootstrap-port requires pd_disagg_mode=true and kv-engine-type sglang"),
         (json!({"protocol": "udp"}), "protocol: \"udp\" is refused"),

@@ -4,18 +4,19 @@
 //! owner may read is refused, since a token that is not secret protects nothing.
 
 use std::fmt;
-use std::fs::File;
 use std::io::Read as _;
-use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
+
+use super::{FileError, RuleFile};
 
 /// Longest token, bytes. A longer one is refused.
 const TOKEN_BYTES_MAX: u64 = 4096;
 
 /// A token, and the file it is read from. Equal when the file is the same.
 pub struct EngineToken {
-    path: PathBuf,
+    file: RuleFile,
     token: RwLock<Arc<str>>,
 }
 
@@ -24,15 +25,15 @@ impl EngineToken {
     ///
     /// # Errors
     /// Why the file is no token that can be used.
-    pub fn read(path: &Path) -> Result<Self, TokenError> {
-        let token = RwLock::new(read(path)?);
-        Ok(EngineToken { path: path.to_owned(), token })
+    pub fn read(file: RuleFile) -> Result<Self, TokenError> {
+        let token = RwLock::new(read(&file)?);
+        Ok(EngineToken { file, token })
     }
 
     /// The file.
     #[must_use]
     pub fn path(&self) -> &Path {
-        &self.path
+        self.file.path()
     }
 
     /// The value of an `Authorization` header.
@@ -46,7 +47,7 @@ impl EngineToken {
     /// # Errors
     /// Why it cannot be used now; the token stays as it was.
     pub fn refresh(&self) -> Result<bool, TokenError> {
-        let token = read(&self.path)?;
+        let token = read(&self.file)?;
         if token == self.token() {
             return Ok(false);
         }
@@ -62,7 +63,7 @@ impl EngineToken {
 
 impl PartialEq for EngineToken {
     fn eq(&self, other: &Self) -> bool {
-        self.path == other.path
+        self.file == other.file
     }
 }
 
@@ -70,27 +71,16 @@ impl Eq for EngineToken {}
 
 impl fmt::Debug for EngineToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EngineToken").field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("EngineToken").field("path", &self.path()).finish_non_exhaustive()
     }
 }
 
 /// Why a token file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
-    /// It could not be opened or read.
-    #[error("cannot read {path}: {source}")]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// A device, pipe or directory.
-    #[error("{path} is no regular file")]
-    NoFile {
-        /// The file.
-        path: PathBuf,
-    },
+    /// It cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// Others than its owner may use it.
     #[error("{path} has mode {mode:04o}: group or others have access to it; chmod 600 {path}")]
     NotSecret {
@@ -107,25 +97,23 @@ pub enum TokenError {
     },
 }
 
-fn read(path: &Path) -> Result<Arc<str>, TokenError> {
-    let unreadable = |source| TokenError::Unreadable { path: path.to_owned(), source };
-    // A pipe would keep the opener waiting; checks are made on what was opened, so that nothing changes in between.
-    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(unreadable)?;
-    let meta = file.metadata().map_err(unreadable)?;
-    if !meta.is_file() {
-        return Err(TokenError::NoFile { path: path.to_owned() });
-    }
+fn read(file: &RuleFile) -> Result<Arc<str>, TokenError> {
+    let path = || file.path().to_owned();
+    let unreadable = |source| FileError::Unreadable { path: path(), source };
+    // Checks are made on what was opened, so that nothing changes in between.
+    let opened = file.open()?;
+    let meta = opened.metadata().map_err(unreadable)?;
     let mode = meta.permissions().mode() & 0o7777;
     if mode & 0o077 != 0 {
-        return Err(TokenError::NotSecret { path: path.to_owned(), mode });
+        return Err(TokenError::NotSecret { path: path(), mode });
     }
     let mut text = Vec::new();
     // Two more for the end of the line.
-    file.take(TOKEN_BYTES_MAX + 3).read_to_end(&mut text).map_err(unreadable)?;
+    opened.take(TOKEN_BYTES_MAX + 3).read_to_end(&mut text).map_err(unreadable)?;
     let token = std::str::from_utf8(&text).unwrap_or_default().trim_end_matches(['\r', '\n']);
     let usable =
         !token.is_empty() && token.len() as u64 <= TOKEN_BYTES_MAX && token.bytes().all(|byte| byte.is_ascii_graphic());
-    if usable { Ok(token.into()) } else { Err(TokenError::NoToken { path: path.to_owned() }) }
+    if usable { Ok(token.into()) } else { Err(TokenError::NoToken { path: path() }) }
 }
 
 #[cfg(test)]
@@ -168,7 +156,7 @@ mod tests {
         ];
         for (text, mode, expected) in cases {
             file.write(text, mode);
-            match EngineToken::read(&file.0) {
+            match EngineToken::read(RuleFile::anywhere(&file.0)) {
                 Ok(token) => {
                     assert_eq!((expected, &*token.authorization()), ("", "Bearer s3cr3t"));
                     assert!(!format!("{token:?}").contains("s3cr3t"));
@@ -180,16 +168,17 @@ mod tests {
                 }
             }
         }
-        let error = EngineToken::read(Path::new("/dev/null")).expect_err("a device");
+        let error = EngineToken::read(RuleFile::anywhere(Path::new("/dev/null"))).expect_err("a device");
         assert_eq!(error.to_string(), "/dev/null is no regular file");
-        assert!(matches!(EngineToken::read(Path::new("/nonexistent/t")), Err(TokenError::Unreadable { .. })));
+        let absent = EngineToken::read(RuleFile::anywhere(Path::new("/nonexistent/t")));
+        assert!(matches!(absent, Err(TokenError::File(FileError::Unreadable { .. }))));
     }
 
     #[test]
     fn a_changed_file_is_taken_over_and_a_spoiled_one_is_not() {
         let file = Scratch::new("change");
         file.write(b"one", 0o600);
-        let token = EngineToken::read(&file.0).expect("a token");
+        let token = EngineToken::read(RuleFile::anywhere(&file.0)).expect("a token");
         assert!(!token.refresh().expect("still there"));
         file.write(b"two", 0o600);
         assert!(token.refresh().expect("still there"));

@@ -137,13 +137,11 @@ struct Waiting {
     rule: KeptRule,
     /// Why not; empty while it was not tried.
     why: String,
-    /// Its body itself is refused, which no waiting changes.
-    is_refused: bool,
 }
 
 impl Waiting {
     fn new(rule: KeptRule) -> Self {
-        Waiting { rule, why: String::new(), is_refused: false }
+        Waiting { rule, why: String::new() }
     }
 
     fn key(&self) -> RuleKey {
@@ -255,8 +253,7 @@ impl Supervisor {
             return;
         }
         self.store.retry_at = Some(now + RETRY_PERIOD);
-        let hopeful = |waiting: &&Waiting| !waiting.is_refused;
-        let tried: Vec<Waiting> = self.store.waiting.iter().filter(hopeful).take(RETRIES_MAX).cloned().collect();
+        let tried: Vec<Waiting> = self.store.waiting.iter().take(RETRIES_MAX).cloned().collect();
         for waiting in tried {
             let (rule, before) = (waiting.key(), waiting.why.clone());
             match self.try_waiting(waiting, now).await {
@@ -273,10 +270,8 @@ impl Supervisor {
     async fn try_waiting(&mut self, mut waiting: Waiting, patience: Instant) -> Result<(), String> {
         let result = match checked(&waiting, &self.defaults) {
             Ok((rule, origin)) => self.apply_at_start(&rule, &origin, patience).await.map_err(|why| why.to_string()),
-            Err(why) => {
-                waiting.is_refused = true;
-                Err(why)
-            }
+            // A file that it names may come to be where it must lie.
+            Err(why) => Err(why),
         };
         if let Err(why) = &result {
             waiting.why.clone_from(why);

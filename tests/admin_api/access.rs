@@ -235,7 +235,11 @@ fn a_planted_secret_and_a_planted_prompt_appear_nowhere() {
     let token_file = state.path().join("engine-token");
     std::fs::write(&token_file, SECRET).expect("writable");
     std::fs::set_permissions(&token_file, std::os::unix::fs::PermissionsExt::from_mode(0o600)).expect("ours");
-    let config = format!("[state]\ndirectory = \"{}\"\n", state.path().join("state").display());
+    let config = format!(
+        "files = [\"{}\"]\n[state]\ndirectory = \"{}\"\n",
+        state.path().display(),
+        state.path().join("state").display()
+    );
     let environment = vec![("RUST_LOG", "debug".to_owned())];
     let gateway = Gateway::start(Options { config, environment, ..Options::default() });
     let engine = StubEngine::start();

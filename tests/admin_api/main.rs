@@ -7,6 +7,7 @@ mod common;
 mod access;
 mod churn;
 mod examples;
+mod files;
 mod loxicmd;
 mod rows;
 mod silent;

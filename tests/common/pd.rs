@@ -119,7 +119,8 @@ impl Fleet {
         let Pairs { prefill, decode, side_port } = Pairs::start(plan);
         let tokenizers = super::fleet::tokenizers();
         let config = format!(
-            "[limits]\nprompt_cache_bytes = 262144\n{}\n[tokenizers]\ndir = \"{}\"\n",
+            "files = [\"{}\"]\n[limits]\nprompt_cache_bytes = 262144\n{}\n[tokenizers]\ndir = \"{}\"\n",
+            std::env::temp_dir().display(),
             plan.config,
             tokenizers.path().display()
         );

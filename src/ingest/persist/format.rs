@@ -3,7 +3,7 @@
 //! | part | bytes |
 //! |---|---|
 //! | magic, version | 8, 4 |
-//! | identity: engine, endpoint, rank, block size, contract | texts with a length of 2, and 1, 4, 8 |
+//! | identity: engine, endpoint, source, rank, block size, contract, media | texts with a length of 2, and 1, 4, 8, 1 |
 //! | key space, lookahead or SGLang's form, tokens per block, algorithm | 1, 1, 4, text |
 //! | flags: has a last batch, history known from its beginning, tells cached tokens, unproven | 1 |
 //! | last batch: sequence, length, first bytes | 8, 8, 16 |
@@ -21,14 +21,14 @@ use shards::block::sglang::EventFormat;
 use shards::block::vllm::Algorithm;
 use shards::block::{Contract, NoneHash};
 use shards::inventory::{Medium, Space};
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use super::super::calibrate::{Believed, Way};
 use super::super::copies::{GROUPS_MAX, Place};
 use super::super::stream::Print;
 
 const MAGIC: &[u8; 8] = b"KVLSTATE";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Media by their numbers.
 const MEDIA: [Medium; 3] = [Medium::Device, Medium::Cpu, Medium::Storage];
 /// Longest text of an identity.
@@ -36,18 +36,22 @@ const TEXT_MAX: usize = 1024;
 /// What a file has beside its keys, at most.
 const REST_MAX: usize = 64 * 1024;
 
-/// Which cache a file is of. Another one in any part has other keys, or may have.
+/// Which cache a file is of, and how it is read. Another one in any part has other keys, or may have, and a file of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
     /// The rule's `kvEngineType`.
     pub(crate) engine: String,
     /// `address:port`.
     pub(crate) endpoint: String,
+    /// Where its events come from.
+    pub(crate) source: String,
     pub(crate) rank: u8,
     /// The rule's `kvBlockSize`.
     pub(crate) block_tokens: u32,
     /// Digest of what the rule says of the engine's keys.
     pub(crate) contract: u64,
+    /// Media whose blocks are kept beside device memory's: 1 the host's memory, 2 what lies behind it.
+    pub(crate) media: u8,
 }
 
 /// The digest of an identity's contract.
@@ -64,10 +68,21 @@ pub(crate) fn digest(believed: Option<&Believed>) -> u64 {
 }
 
 impl Identity {
-    /// The name of its file: the same whatever the block size and the contract, so that there is one file per rank.
+    /// The name of its file.
     pub(super) fn file_name(&self) -> String {
-        let place = format!("{} {} {}", self.engine, self.endpoint, self.rank);
-        format!("kv-{:016x}.state", xxh3_64(place.as_bytes()))
+        let mut bytes = Vec::new();
+        self.put(&mut bytes);
+        format!("kv-{:032x}.state", xxh3_128(&bytes))
+    }
+
+    fn put(&self, bytes: &mut Vec<u8>) {
+        put_text(bytes, &self.engine);
+        put_text(bytes, &self.endpoint);
+        put_text(bytes, &self.source);
+        bytes.push(self.rank);
+        bytes.extend_from_slice(&self.block_tokens.to_le_bytes());
+        bytes.extend_from_slice(&self.contract.to_le_bytes());
+        bytes.push(self.media);
     }
 }
 
@@ -173,11 +188,7 @@ pub(super) fn encode(identity: &Identity, image: &Image) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(1024 + image.entries() * 12 + image.own.len() * 16);
     bytes.extend_from_slice(MAGIC);
     bytes.extend_from_slice(&VERSION.to_le_bytes());
-    put_text(&mut bytes, &identity.engine);
-    put_text(&mut bytes, &identity.endpoint);
-    bytes.push(identity.rank);
-    bytes.extend_from_slice(&identity.block_tokens.to_le_bytes());
-    bytes.extend_from_slice(&identity.contract.to_le_bytes());
+    identity.put(&mut bytes);
     let (space, form, number, algorithm) = match &image.way {
         KeptWay::Rule => (0, 0, 0, ""),
         KeptWay::Derived(block_tokens) => (1, 0, block_tokens.get(), ""),
@@ -232,14 +243,8 @@ pub(super) fn decode(bytes: &[u8], identity: &Identity) -> Result<Image, Unusabl
     if found == *identity {
         return Ok(image);
     }
-    let Identity { engine, endpoint, rank, block_tokens, contract } = &found;
-    let whose = if (engine, endpoint, rank) == (&identity.engine, &identity.endpoint, &identity.rank) {
-        String::new()
-    } else {
-        format!("{engine} {endpoint}, rank {rank}: ")
-    };
-    let keys = if *contract == identity.contract { "the same" } else { "another" };
-    Err(Unusable::Other(format!("{whose}blocks of {block_tokens} tokens and {keys} algorithm and seed")))
+    let Identity { engine, endpoint, source, rank, block_tokens, .. } = &found;
+    Err(Unusable::Other(format!("{engine} {endpoint}, rank {rank} at {source}, blocks of {block_tokens} tokens")))
 }
 
 fn read(bytes: &[u8]) -> Result<(Identity, Image), Unusable> {
@@ -297,9 +302,11 @@ impl<'a> Bytes<'a> {
         Some(Identity {
             engine: self.text()?.to_owned(),
             endpoint: self.text()?.to_owned(),
+            source: self.text()?.to_owned(),
             rank: self.u8()?,
             block_tokens: self.u32()?,
             contract: self.u64()?,
+            media: self.u8()?,
         })
     }
 
@@ -368,18 +375,20 @@ pub fn check_any_state_file(bytes: &[u8]) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use proptest::prelude::*;
 
     use super::*;
 
-    pub(crate) fn identity() -> Identity {
+    pub(in crate::ingest::persist) fn identity() -> Identity {
         Identity {
             engine: "vllm".to_owned(),
             endpoint: "10.0.0.1:8000".to_owned(),
+            source: "tcp://10.0.0.1:5557".to_owned(),
             rank: 1,
             block_tokens: 16,
             contract: 7,
+            media: 0,
         }
     }
 
@@ -444,16 +453,23 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_another_cache_is_told_by_what_differs() {
+    fn a_file_of_another_cache_is_told_and_has_another_name() {
         let file = encode(&identity(), &Image::default());
-        let refused = |wanted: Identity| decode(&file, &wanted).expect_err("another").to_string();
-        assert_eq!(
-            refused(Identity { block_tokens: 32, ..identity() }),
-            "it was written for blocks of 16 tokens and the same algorithm and seed"
-        );
-        assert_eq!(
-            refused(Identity { contract: 8, endpoint: "10.0.0.2:8000".to_owned(), ..identity() }),
-            "it was written for vllm 10.0.0.1:8000, rank 1: blocks of 16 tokens and another algorithm and seed"
-        );
+        let others = [
+            Identity { engine: "sglang".to_owned(), ..identity() },
+            Identity { endpoint: "10.0.0.1:8001".to_owned(), ..identity() },
+            Identity { source: "tcp://10.0.0.1:5558".to_owned(), ..identity() },
+            Identity { rank: 2, ..identity() },
+            Identity { block_tokens: 32, ..identity() },
+            Identity { contract: 8, ..identity() },
+            Identity { media: 1, ..identity() },
+        ];
+        for other in others {
+            assert_ne!(other.file_name(), identity().file_name(), "{other:?}");
+            assert_eq!(
+                decode(&file, &other).expect_err("another").to_string(),
+                "it was written for vllm 10.0.0.1:8000, rank 1 at tcp://10.0.0.1:5557, blocks of 16 tokens"
+            );
+        }
     }
 }

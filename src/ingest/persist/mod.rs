@@ -10,6 +10,10 @@
 //! that follows it. Otherwise the rank is *degraded*: a key whose hit the engine's `usage` denies is withdrawn
 //! ([`super::copies`]). Degraded ends with a proof, a restart or a clear of the engine, or the last unproven key.
 //!
+//! **Files** are named by all that tells ranks and readings of them apart, so rules over one rank share its file where they
+//! read it alike, and only then; it goes with the last of them (`users`). Those that nobody uses for [`UNUSED_MAX`] are
+//! removed, as are those of earlier releases, which do not say which event port they are of.
+//!
 //! **Limits.** A file has no more keys than an endpoint may have (`LOXILB_KV_MAX_BLOCKS`) and is refused beyond; one
 //! rank per ingest thread is copied at a time; at most [`CHANGES_MAX`] changes meanwhile, beyond which the copy is given
 //! up, counted, and tried again in the next period.
@@ -19,14 +23,19 @@
 mod capture;
 mod files;
 mod format;
+mod users;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 pub(crate) use capture::{Capture, Captured, Progress};
-pub(crate) use files::{Answer, Files, Loaded, Request, Write};
+pub(crate) use files::{Answer, Files, Loaded, Write};
 pub use format::check_any_state_file;
 pub(crate) use format::{Identity, Image, KeptWay, digest};
+pub(crate) use users::Share;
+
+/// How long a file that no rule uses is kept: a rule that waits, or a name without an address, may use it again.
+pub(crate) const UNUSED_MAX: Duration = Duration::from_secs(7 * 86_400);
 
 /// Changes remembered while a rank is copied.
 pub(crate) const CHANGES_MAX: usize = 1 << 20;

@@ -200,7 +200,7 @@ fn what_the_engine_announces_is_held_and_nothing_else_of_it_is_asked() {
     engine.inside().info = Some(json!({"tokens_per_block": 4, "kv_cache_hash_algo": "v1_block_key"}));
     (0..3).for_each(|_| engine.store());
     let file = TokenFile::new("drain", "s3cr3t");
-    let token = Arc::new(EngineToken::read(&file.0).unwrap());
+    let token = Arc::new(EngineToken::read(crate::rules::RuleFile::anywhere(&file.0)).unwrap());
     let from = DrainFrom { token: Some(Arc::clone(&token)), ..DrainFrom::new(address) };
     assert!(!format!("{from:?}").contains("s3cr3t"));
     let mut reader = Reader::with(&from);

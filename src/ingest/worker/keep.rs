@@ -1,7 +1,7 @@
 //! The worker's part in remembering what engines hold: which rank is copied for its file when, which is taken up, and
 //! what engines' `usage` says of what could not be known otherwise.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Receiver, Sender, bounded};
 use shards::ids::EndpointIndex;
 
-use super::super::persist::{Answer, Captured, Files, Identity, Image, Loaded, Progress, Request, Write};
+use super::super::persist::{Answer, Captured, Files, Identity, Image, Loaded, Progress, Share, Write};
 use super::super::source::Source;
-use super::{Endpoint, Left, PENDING_MAX, Place, TableId, Worker};
+use super::{Endpoint, Left, Mode, PENDING_MAX, Place, TableId, Worker};
 
 /// Keys copied, or taken up, in one cycle: some 50 µs.
 const KEYS_PER_CYCLE: usize = 4096;
@@ -29,6 +29,8 @@ pub(super) const TICK_KEEP: Duration = Duration::from_millis(1);
 /// What one worker remembers for, and from, the state directory.
 pub(super) struct Keeper {
     files: Files,
+    /// Of every source.
+    shares: BTreeMap<u64, Share>,
     period: Duration,
     /// When the next round of writing begins.
     due: Instant,
@@ -52,6 +54,7 @@ impl Keeper {
         let now = Instant::now();
         Keeper {
             files,
+            shares: BTreeMap::new(),
             period,
             due: now + period,
             round: VecDeque::new(),
@@ -80,7 +83,10 @@ impl Worker {
         let stats = Arc::clone(&source.stats);
         if let Some(keeper) = &mut self.keeper {
             let answer = Answer { token, stats, loaded: keeper.answers.clone(), waker };
-            if keeper.files.ask(Request::Load(identity, answer)) {
+            let share = keeper.files.join(identity);
+            let asked = keeper.files.load(&share, answer);
+            keeper.shares.insert(token, share);
+            if asked {
                 keeper.waiting.insert(token);
                 keeper.heard = Instant::now();
                 if let Some((source, _)) = self.source(token) {
@@ -181,12 +187,14 @@ impl Worker {
         let Some(keeper) = &mut self.keeper else { return };
         if keeper.round.is_empty() && now >= keeper.due {
             keeper.due = now + keeper.period;
-            let changed = |place: &Place| {
+            let Keeper { files, shares, round, .. } = keeper;
+            let is_due = |token: &u64, place: &Place| {
                 let endpoint = self.services.get(&place.service)?.endpoints.get(&place.endpoint)?;
-                Some(endpoint.sources.get(place.source)?.has_changed())
+                let (source, share) = (endpoint.sources.get(place.source)?, shares.get(token)?);
+                Some(source.has_changed() && files.writes(share) || !source.is_asleep() && files.misses(share))
             };
-            let tokens = self.places.iter().filter(|(_, place)| changed(place) == Some(true));
-            keeper.round.extend(tokens.map(|(token, _)| *token));
+            let tokens = self.places.iter().filter(|(token, place)| is_due(token, place) == Some(true));
+            round.extend(tokens.map(|(token, _)| *token));
         }
         let Some(token) = keeper.round.front().copied().filter(|_| !keeper.busy.load(Ordering::Acquire)) else {
             return;
@@ -206,7 +214,7 @@ impl Worker {
             Progress::Done(groups) => {
                 if let Some(write) = self.write_of(token, groups, &busy) {
                     busy.store(true, Ordering::Release);
-                    if !files.ask(Request::Write(Box::new(write))) {
+                    if !files.write(write) {
                         busy.store(false, Ordering::Release);
                     }
                 }
@@ -234,9 +242,12 @@ impl Worker {
     /// Writes every rank that has changed, at the end.
     pub(super) fn write_all(&mut self) {
         // Nothing that is still read is waited for: the helper is told so by the end of its answers.
-        let Some(Keeper { files, busy, .. }) = self.keeper.take() else { return };
-        let tokens: Vec<u64> = self.places.keys().copied().collect();
-        for token in tokens {
+        // Nobody leaves a file now, or those that end later would write what others have written better.
+        let Some(Keeper { files, shares, busy, .. }) = self.keeper.take() else { return };
+        for (token, share) in shares {
+            if !files.writes(&share) {
+                continue;
+            }
             let Some((source, _)) = self.source(token) else { continue };
             if !source.has_changed() {
                 continue;
@@ -255,19 +266,23 @@ impl Worker {
             let groups = source.capture_whole(copies);
             if let Some(write) = self.write_of(token, groups, &busy) {
                 busy.store(true, Ordering::Release);
-                files.ask_at_last(Request::Write(Box::new(write)));
+                files.write_at_last(write);
             }
         }
     }
 
-    /// The files of an endpoint that leaves its rule are of no more use.
-    pub(super) fn forget_files(&self, id: TableId, index: EndpointIndex) {
-        let Some(keeper) = &self.keeper else { return };
-        let Some(service) = self.services.get(&id) else { return };
-        let Some(endpoint) = service.endpoints.get(&index) else { return };
-        for source in &endpoint.sources {
-            // Where it cannot be asked for the file stays, and is not taken up by another endpoint.
-            let _ = keeper.files.ask(Request::Forget(service.identity(source)));
+    /// The files of an endpoint that leaves its rule are of no more use to it.
+    pub(super) fn forget_files(&mut self, id: TableId, index: EndpointIndex) {
+        self.leave_files(id, index, |files, share| files.forget(share));
+    }
+
+    /// The sources of an endpoint end; what their files say may be of use again.
+    pub(super) fn leave_files(&mut self, id: TableId, index: EndpointIndex, leave: impl Fn(&Files, Share)) {
+        let Some(Keeper { files, shares, .. }) = &mut self.keeper else { return };
+        for (token, _) in self.places.iter().filter(|(_, place)| (place.service, place.endpoint) == (id, index)) {
+            if let Some(share) = shares.remove(token) {
+                leave(files, share);
+            }
         }
     }
 
@@ -311,9 +326,14 @@ impl super::Service {
         Identity {
             engine: self.engine.name().to_owned(),
             endpoint: source.name.label.clone(),
+            source: match &source.from.mode {
+                Mode::Connect(address) => address.clone(),
+                Mode::Bind(address) => format!("bound {address}"),
+            },
             rank: source.name.rank.0,
             block_tokens: self.block_tokens,
             contract: super::super::persist::digest(self.believed.as_deref()),
+            media: u8::from(self.weights.cpu > 0) | u8::from(self.weights.storage > 0) << 1,
         }
     }
 }

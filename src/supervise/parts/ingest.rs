@@ -253,22 +253,25 @@ fn report(result: Result<(), crate::ingest::Error>) {
     }
 }
 
-/// The event sources of a rule's endpoints that one table is of; those whose name has no address have none for now.
+/// The event sources of a rule's endpoints that one table is of; those whose name has no address stay, without any for now.
 pub(in crate::supervise) fn sources(entry: &Entry, pool: Pool) -> ServiceSources {
     let ranks = entry.rule.kv.as_ref().map_or(0, |kv| kv.ranks);
     let endpoints = entry.places.iter().filter_map(|place| {
         // What a decode endpoint holds is nothing that a prompt is routed by.
         let of_pool = |endpoint: &&RuleEndpoint| (endpoint.role == Role::Decode) == (pool == Pool::Decode);
         let endpoint = Some(&entry.rule.endpoints[place.in_rule?]).filter(of_pool)?;
-        let address = place.address?;
-        let ranks = endpoint.events.iter().flat_map(|events| (0..ranks).map(|rank| rank_source(events, address, rank)));
+        let reached = endpoint.events.as_ref().zip(place.address);
+        let ranks = reached.iter().flat_map(|(events, at)| (0..ranks).map(|rank| rank_source(events, *at, rank)));
         Some(EndpointSources {
             index: place.shared.index,
             shared: Arc::clone(&place.shared),
             label: endpoint.to_string(),
             ranks: ranks.collect(),
             // An engine that pushes its events hands out none.
-            drain: if endpoint.events.is_none() && pool == Pool::Prompts { drain(entry, address) } else { None },
+            drain: place
+                .address
+                .filter(|_| endpoint.events.is_none() && pool == Pool::Prompts)
+                .and_then(|address| drain(entry, address)),
         })
     });
     ServiceSources {

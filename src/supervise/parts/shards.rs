@@ -81,6 +81,7 @@ impl ShardView {
 pub(crate) struct Shards {
     running: Vec<Running>,
     ring_entries: u32,
+    first_rung: Rung,
     limits: Limits,
     loads: Arc<LoadTable>,
     claims: Arc<Claims>,
@@ -109,6 +110,7 @@ impl Shards {
         let mut shards = Shards {
             running: Vec::with_capacity(plan.shards.len()),
             ring_entries: config.ring_entries,
+            first_rung: config.first_rung,
             limits: config.limits.clone(),
             loads: Arc::clone(loads),
             claims: Arc::default(),
@@ -129,7 +131,7 @@ impl Shards {
             id,
             core: Some(core),
             ring_entries: self.ring_entries,
-            first_rung: Rung::DeferTaskrun,
+            first_rung: self.first_rung,
             limits: self.limits.clone(),
             loads: Arc::clone(&self.loads),
             claims: Arc::clone(&self.claims),
