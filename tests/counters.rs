@@ -241,3 +241,104 @@ fn a_rule_is_changed_under_way_and_keeps_what_it_knows() {
     }
     pool.settle(&[0; 3]);
 }
+
+/// Two endpoints that have a prompt, the first one more of it, beside one that has nothing; one answer at a time.
+struct Pair {
+    gateway: Gateway,
+    port: u16,
+    stubs: [StubEngine; 3],
+    _engines: [EngineProcess; 2],
+    _tokenizers: Scratch,
+}
+
+impl Pair {
+    fn start(cores: &str, options: &Value) -> Self {
+        let engines = [40, 20].map(|sentences| {
+            let engine = EngineProcess::start("--seed 0 --time-scale 0");
+            let body = json!({"model": MODEL, "prompt": HELD.repeat(sentences), "max_tokens": 1});
+            assert_eq!(client::post(engine.address, "/v1/completions", &body).status, 200);
+            engine
+        });
+        let stubs = [(); 3].map(|()| StubEngine::start());
+        let (port, tokenizers) = (free_port(), fleet::tokenizers());
+        let config = format!("[shards]\ncores = {cores}\n\n[tokenizers]\ndir = \"{}\"\n", tokenizers.path().display());
+        let gateway = Gateway::start(Options { config, ..Options::default() });
+        let events = |index: usize| match engines.get(index) {
+            Some(engine) => (engine.event_port, engine.replay_port),
+            None => (stubs[index].event_port, stubs[index].event_port + 1),
+        };
+        let endpoint = |index: usize| {
+            let (event, replay) = events(index);
+            json!({"endpointIP": "127.0.0.1", "targetPort": stubs[index].address.port(), "weight": 1,
+                "kvZmqPort": event, "kvReplayPort": replay})
+        };
+        let mut service = json!({"externalIP": "127.0.0.1", "port": port, "protocol": "tcp", "mode": 4, "sel": 0,
+            "kvExactMode": 3, "kvNoneHashSeed": "0", "routeHeader": true});
+        for (name, value) in options.as_object().expect("an object") {
+            service[name] = value.clone();
+        }
+        let rule = json!({"serviceArguments": service, "endpoints": [endpoint(0), endpoint(1), endpoint(2)]});
+        let answer = client::post(gateway.admin, "/netlox/v1/config/loadbalancer", &rule);
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        for (index, engine) in engines.iter().enumerate() {
+            wait_for("the blocks are those of the engine", || {
+                let keys = engine.keys();
+                (!keys.is_empty() && gateway.inventory(0, index as u32) == keys).then_some(())
+            });
+        }
+        let pair = Pair { gateway, port, stubs, _engines: engines, _tokenizers: tokenizers };
+        pair.ask("warm up");
+        wait_for("the tokenizer is loaded", || {
+            let status = pair.gateway.api("/status/ready").json();
+            status["models"].as_array()?.iter().any(|m| m["state"] == "ready").then_some(())
+        });
+        pair
+    }
+
+    /// Asks on a connection of its own; returns the endpoint that answered, and what is said of that.
+    fn ask(&self, text: &str) -> (usize, String) {
+        let answer = client::post(([127, 0, 0, 1], self.port).into(), "/v1/completions", &completion(text));
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let said = answer.header("x-kvlane-route").expect("the rule shows it").to_owned();
+        let place = said.split("; ").find_map(|part| part.strip_prefix("ep_idx=")?.parse().ok());
+        (place.unwrap_or_else(|| panic!("{said}")), said)
+    }
+
+    fn of_each(&self, metric: &str) -> [u64; 3] {
+        [0, 1, 2].map(|endpoint: usize| {
+            let labels = [("service", "0"), ("ep_idx", &*endpoint.to_string())];
+            self.gateway.metric(metric, &labels).unwrap_or_else(|| panic!("{metric} of {endpoint}")) as u64
+        })
+    }
+}
+
+#[test]
+fn a_hit_whose_engine_has_gone_is_counted_once_where_it_was_answered() {
+    for cores in ["[0]", "[0, 1]"] {
+        let pair = Pair::start(cores, &json!({"kvColdstartSeedN": 4, "kvClaimMs": 0, "kvLbMode": "hard"}));
+        let tier = || {
+            let labels = [("service", "0"), ("tier", "tier15")];
+            pair.gateway.metric("loxilb_ai_pd_tier_selected_total", &labels).expect("a series")
+        };
+        let answered = |asked: usize| (0..asked).map(|_| pair.ask(HELD).0).collect::<Vec<_>>();
+        assert_eq!(answered(2), [0, 0]);
+        let before = tier();
+        pair.stubs[0].stop();
+        // The third hit, which may find a dead connection, a refused one, or that a probe was sooner.
+        let (place, said) = pair.ask(HELD);
+        assert_eq!(place, 1, "{said}");
+        assert!(said.contains("tier=tier15; reason=overlap"), "{said}");
+        assert_eq!(pair.of_each("loxilb_pd_kv_tier15_hits_total"), [2, 1, 0]);
+        assert_eq!(pair.of_each("loxilb_pd_kv_tier15_cold_seeds_total"), [0; 3]);
+        assert_eq!(tier(), before + 1.0);
+        // Every fourth is seeded, whatever became of those before it.
+        assert_eq!(answered(6), [2, 1, 1, 1, 2, 1]);
+        assert_eq!(pair.of_each("loxilb_pd_kv_tier15_hits_total"), [2, 5, 2]);
+        assert_eq!(pair.of_each("loxilb_pd_kv_tier15_cold_seeds_total"), [0, 0, 2]);
+        // Nobody of those that had it is left: no hit, and no number drawn.
+        pair.stubs[1].stop();
+        let (place, said) = pair.ask(HELD);
+        assert!(place == 2 && said.contains("; miss="), "{said}");
+        assert_eq!(pair.of_each("loxilb_pd_kv_tier15_hits_total"), [2, 5, 2]);
+    }
+}

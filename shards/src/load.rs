@@ -67,6 +67,12 @@ impl Load {
 pub struct Packed(u64);
 
 impl Packed {
+    /// Nothing, unless it counts; without a branch.
+    #[must_use]
+    pub fn only_if(self, counts: bool) -> Self {
+        Packed(self.0 & u64::from(counts).wrapping_neg())
+    }
+
     /// Requests in flight.
     #[must_use]
     pub fn requests(self) -> u32 {

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::bos::BosSettings;
 use crate::disagg::Parting;
@@ -19,6 +19,7 @@ use crate::prompt::ModelTable;
 use crate::rates::Rates;
 
 mod endpoint;
+mod endpoints;
 mod kv;
 mod policy;
 mod ring;
@@ -26,10 +27,12 @@ mod stats;
 mod vitals;
 
 pub use endpoint::{Endpoint, EndpointShared, EngineLoad, Target};
+pub use endpoints::{Edition, Endpoints};
 pub use kv::{Adapter, EngineRender, KvExact, MediumWeights};
 pub use policy::{Blend, Bypass, Disagg, PrefixHashing, Role, Select, SessionSource, Sessions};
 pub use ring::Ring;
 pub use stats::{EndpointStats, MissReason, ServiceStats, add, count};
+pub(crate) use vitals::magnitude;
 pub use vitals::{Board, Vitals};
 
 /// Everything a shard needs to serve: handed over whole, swapped at once.
@@ -73,7 +76,7 @@ pub struct Service {
     /// How requests are carried, beside where to.
     pub proxy: ProxyOptions,
     /// Endpoints by [`EndpointIndex`]. An endpoint taken out of the rule keeps its place with `retired` set.
-    pub endpoints: Vec<Endpoint>,
+    pub endpoints: Endpoints,
     /// State carried over updates of the rule.
     pub shared: Arc<ServiceShared>,
 }
@@ -135,7 +138,7 @@ impl Service {
             engine: Engine::Vllm,
             proxy: ProxyOptions::default(),
             kv: None,
-            endpoints,
+            endpoints: endpoints.into(),
             shared: Arc::new(ServiceShared::new(shards)),
         }
     }
@@ -219,6 +222,13 @@ impl ServiceShared {
             bos: BosSettings::default(),
             stats: (0..shards).map(|_| ServiceStats::default()).collect(),
         }
+    }
+
+    /// Takes back the number of a hit that was not carried out, unless a later one has been drawn already: then that one
+    /// keeps its turn.
+    pub fn undo_seed_tick(&self, tick: u64) {
+        // Where it fails there is nothing to do.
+        let _moved_on = self.seed_ticks.compare_exchange(tick, tick - 1, Ordering::Relaxed, Ordering::Relaxed);
     }
 
     /// The row that the shard alone writes.

@@ -180,6 +180,9 @@ fn options(options: &[Member], required: &[&str]) -> Value {
 
 fn schema(option: &Member) -> Value {
     let mut schema = match option.kind {
+        Kind::IntOfEngine { usual, sglang } => {
+            json!({"type": "integer", "minimum": usual.0.min(sglang.0), "maximum": usual.1.max(sglang.1)})
+        }
         Kind::Int(min, max) => json!({"type": "integer", "minimum": min, "maximum": max}),
         Kind::Flag => json!({"type": "boolean"}),
         Kind::Text => json!({"type": "string"}),

@@ -23,7 +23,8 @@ struct Report<'a> {
 pub(super) fn check(path: &Path, as_json: bool) -> Outcome {
     let read = super::kv_defaults().map_err(Failure::Environment).and_then(|defaults| {
         let machine = Machine::read();
-        let (config, warnings) = Config::read(path, &defaults, Some(&machine)).map_err(Failure::File)?;
+        let (config, mut warnings) = Config::read(path, &defaults, Some(&machine)).map_err(Failure::File)?;
+        warnings.extend(super::unused_variables());
         let plan = cores::plan(&machine, &config.cores).expect("the configuration was read for this machine");
         Ok((config, warnings, plan))
     });

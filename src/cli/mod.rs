@@ -210,6 +210,12 @@ fn say_why_prompts_are_refused() {
     let _ = to_stderr.with_env_filter("off,shards::prompt=debug").try_init();
 }
 
+/// Variables that are set and do nothing.
+fn unused_variables() -> Vec<Problem> {
+    let set = std::env::vars_os().filter(|(_, value)| !value.is_empty());
+    KvDefaults::unused(set.map(|(name, _)| name.to_string_lossy().into_owned()))
+}
+
 /// The environment's defaults of rules.
 fn kv_defaults() -> Result<KvDefaults, Vec<Problem>> {
     KvDefaults::from_env(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))

@@ -74,6 +74,9 @@ fn start(path: Option<&Path>) -> anyhow::Result<()> {
     };
     let log = LogSwitch::start(&config.log);
     logs::tell_panics();
+    for warning in super::unused_variables() {
+        warn!(%warning, "environment");
+    }
     for warning in &warnings {
         warn!(%warning, "configuration");
     }

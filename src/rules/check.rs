@@ -12,7 +12,7 @@ use crate::fields::{Dialect, Fields, Node, Problem, Report, Value};
 use super::files::Purpose;
 use super::{
     EngineToken, KvDefaults, PathMatchMode, Rule, RuleFile, RuleKey, TEXT_BYTES_MAX, endpoints, kv, others, pools,
-    proxy,
+    proxy, ranges,
 };
 
 /// The load-balancer mode in which connections are ended and requests are read.
@@ -76,7 +76,7 @@ pub fn check(
         key,
         name: text(fields, report, "name"),
         select,
-        hashing: pools::read_hashing(fields, report, select),
+        hashing: pools::read_hashing(fields, report, select, defaults),
         sessions: pools::read_sessions(fields, report, &facts, select),
         pd: pools::read_disagg(fields, report, &facts, engine, defaults),
         pd_auth_key_file: fields.text_set(report, "pdAuthKeyFile").map(PathBuf::from),
@@ -123,7 +123,7 @@ pub(super) fn warn_of_unused(fields: &mut Fields<'_>, report: &mut Report, facts
 }
 
 fn read_facts(fields: &mut Fields<'_>, report: &mut Report, listen: SocketAddr) -> Facts {
-    let exact_mode = fields.int_in(report, "kvExactMode", 0..=3).unwrap_or(0);
+    let exact_mode = fields.int_in(report, "kvExactMode", ranges::EXACT_MODE).unwrap_or(0);
     let pd = fields.flag(report, "pd_disagg_mode").unwrap_or(false);
     if exact_mode == 2 {
         fields.invalid(report, "kvExactMode", "2 is reserved: write 3 for a single pool, 1 for P/D");
@@ -135,7 +135,7 @@ fn check_mode(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts) {
     // The API's default is the reference's, packet forwarding; a file of ours can only mean the one thing we do.
     let default = if report.dialect == Dialect::File { FULLPROXY } else { 0 };
     let before = report.problems.len();
-    let mode = fields.int_in(report, "mode", 0..=5).unwrap_or(default);
+    let mode = fields.int_in(report, "mode", ranges::MODE).unwrap_or(default);
     if mode == FULLPROXY || report.problems.len() > before {
         return;
     }
@@ -168,14 +168,14 @@ fn check_pd(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts) {
 
 /// Options with a meaning here that allow one value so far.
 fn check_refusals(fields: &mut Fields<'_>, report: &mut Report) {
-    if let Some(security) = fields.int_in(report, "security", 0..=2)
+    if let Some(security) = fields.int_in(report, "security", ranges::SECURITY)
         && security != 0
     {
         let message =
             format!("{security} is refused: TLS is not built yet, and what asks for it is not served in clear");
         fields.not_yet(report, "security", message);
     }
-    if let Some(oper) = fields.int_in(report, "oper", 0..=2)
+    if let Some(oper) = fields.int_in(report, "oper", ranges::OPER)
         && oper != 0
         && report.dialect == Dialect::File
     {
@@ -197,7 +197,7 @@ fn check_refusals(fields: &mut Fields<'_>, report: &mut Report) {
 
 pub(super) fn read_key(fields: &mut Fields<'_>, report: &mut Report) -> RuleKey {
     let port = read_port(fields, report);
-    let port_max = fields.int_in(report, "portMax", 0..=65_535).unwrap_or(0);
+    let port_max = fields.int_in(report, "portMax", ranges::PORT_OR_NONE).unwrap_or(0);
     if port_max != 0 && port_max != i64::from(port) {
         fields.not_yet(
             report,
@@ -209,7 +209,7 @@ pub(super) fn read_key(fields: &mut Fields<'_>, report: &mut Report) -> RuleKey 
     RuleKey {
         ip: read_address(fields, report),
         port,
-        block: fields.int_in(report, "block", 0..=i64::from(u32::MAX)).map_or(0, |block| block as u32),
+        block: fields.int_in(report, "block", ranges::U32).map_or(0, |block| block as u32),
         host: text(fields, report, "host").to_ascii_lowercase(),
         path_match: read_path_match(fields, report, &path_prefix),
         path_prefix,
@@ -219,7 +219,7 @@ pub(super) fn read_key(fields: &mut Fields<'_>, report: &mut Report) -> RuleKey 
 
 fn read_port(fields: &mut Fields<'_>, report: &mut Report) -> u16 {
     let before = report.problems.len();
-    match fields.int_in(report, "port", 1..=65_535) {
+    match fields.int_in(report, "port", ranges::PORT) {
         Some(port) => port as u16,
         None => {
             if report.problems.len() == before {

@@ -59,7 +59,7 @@ pub fn compile(
         engine: rule.engine,
         proxy: rule.proxy.clone(),
         kv: rule.kv.as_ref().zip(prompts).map(|(kv, inventory)| compile_kv(kv, inventory, decode, facts)),
-        endpoints: places.iter().map(|place| compile_place(rule, place)).collect(),
+        endpoints: places.iter().map(|place| compile_place(rule, place)).collect::<Vec<_>>().into(),
         shared,
     };
     service.with_ring()

@@ -1,19 +1,15 @@
 //! The environment variables of KV-exact routing: read once, at the edge, and passed on as values.
 
-use std::ops::RangeInclusive;
+use std::cell::RefCell;
 use std::time::Duration;
 
 use shards::disagg::ladder::Ladder;
-use shards::route::CAPACITY_REFERENCE_MILLI;
-use shards::service::Blend;
+use shards::service::{Blend, PrefixHashing};
 
 use crate::fields::{Kind, Problem};
 
+use super::ranges::{self, Range};
 use super::{RuleFiles, SEED_BYTES_MAX};
-
-/// What `LOXILB_KV_CAP_SUM_MILLI` may be: from an eighth to eight times of what the adaptive blends were tuned on.
-pub(super) const CAPACITY_SUM: RangeInclusive<u32> =
-    CAPACITY_REFERENCE_MILLI.div_ceil(8)..=8 * CAPACITY_REFERENCE_MILLI;
 
 /// What a rule is read by: what it gets where it says nothing itself (the variable, else the default), and which files it
 /// may name.
@@ -45,6 +41,8 @@ pub struct KvDefaults {
     pub max_blocks: u32,
     /// `LLB_PD_ORIGIN_ERR_THRESHOLD`, 0 to 1,000 answers of status 500 or more in a row; 0 = none open the breaker.
     pub origin_errors_max: u32,
+    /// `LLB_LLM_USER_PREFIX_FALLBACK_LEN`, 1 to 4,096 bytes.
+    pub hash_bytes: u16,
     /// `LLB_KV_REPLAY_PORT_OFFSET`; 0 = no replay.
     pub replay_port_offset: u16,
     /// `LOXILB_KV_TRTLLM_POLL_MIN_MS` and `LOXILB_KV_TRTLLM_POLL_MAX_MS`.
@@ -80,11 +78,6 @@ pub struct DrainPoll {
     pub max_ms: u16,
 }
 
-impl DrainPoll {
-    /// What either may be, milliseconds.
-    pub const RANGE: RangeInclusive<u16> = 1..=10_000;
-}
-
 impl Default for KvDefaults {
     fn default() -> Self {
         KvDefaults {
@@ -101,6 +94,7 @@ impl Default for KvDefaults {
             zero_hit_every: 50,
             max_blocks: 1_000_000,
             origin_errors_max: 3,
+            hash_bytes: PrefixHashing::default().user_bytes,
             replay_port_offset: 1000,
             drain_poll: DrainPoll { min_ms: 5, max_ms: 20 },
             pd: PdDefaults::default(),
@@ -119,24 +113,77 @@ impl KvDefaults {
         let default = KvDefaults::default();
         let value = KvDefaults {
             seed: env.seed("LLB_KV_NONE_HASH_SEED"),
-            min_match_tokens: env.number("LLB_KV_MIN_MATCH_TOKENS", 0, 4096, default.min_match_tokens),
+            min_match_tokens: env.number("LLB_KV_MIN_MATCH_TOKENS", ranges::MIN_MATCH, default.min_match_tokens),
             blend: env.blend(default.blend),
-            throughput: env.number("LOXILB_KV_THROUGHPUT", 0, 1000, default.throughput),
-            load_penalty: env.number("LOXILB_KV_LOAD_PENALTY", 1, 100_000, default.load_penalty),
-            capacity_sum_milli: env.optional("LOXILB_KV_CAP_SUM_MILLI", CAPACITY_SUM),
+            throughput: env.number("LOXILB_KV_THROUGHPUT", ranges::THROUGHPUT, default.throughput),
+            load_penalty: env.number("LOXILB_KV_LOAD_PENALTY", ranges::LOAD_PENALTY, default.load_penalty),
+            capacity_sum_milli: env.optional("LOXILB_KV_CAP_SUM_MILLI", ranges::CAPACITY_SUM),
             spill_relief: env.switch("LOXILB_KV_SPILL_RELIEF"),
-            seed_every: env.number("LOXILB_KV_COLDSTART_SEED_N", 0, 1_000_000, default.seed_every),
-            seed_min_blocks: env.number("LOXILB_KV_COLDSTART_MIN_BLOCKS", 0, 100_000_000, default.seed_min_blocks),
-            mean_load_factor: env.number("LOXILB_KV_MEAN_LOAD_FACTOR", 100, 1000, default.mean_load_factor),
-            zero_hit_every: env.number("LOXILB_KV_ZERO_HIT_N", 1, 1_000_000, default.zero_hit_every),
-            max_blocks: env.number("LOXILB_KV_MAX_BLOCKS", 1000, 100_000_000, default.max_blocks),
-            origin_errors_max: env.number("LLB_PD_ORIGIN_ERR_THRESHOLD", 0, 1000, default.origin_errors_max),
-            replay_port_offset: env.short("LLB_KV_REPLAY_PORT_OFFSET", 0..=65_535, default.replay_port_offset),
+            seed_every: env.number("LOXILB_KV_COLDSTART_SEED_N", ranges::SEED_EVERY, default.seed_every),
+            seed_min_blocks: env.number(
+                "LOXILB_KV_COLDSTART_MIN_BLOCKS",
+                ranges::SEED_MIN_BLOCKS,
+                default.seed_min_blocks,
+            ),
+            mean_load_factor: env.number(
+                "LOXILB_KV_MEAN_LOAD_FACTOR",
+                ranges::MEAN_LOAD_FACTOR,
+                default.mean_load_factor,
+            ),
+            zero_hit_every: env.number("LOXILB_KV_ZERO_HIT_N", ranges::ZERO_HITS, default.zero_hit_every),
+            max_blocks: env.number("LOXILB_KV_MAX_BLOCKS", ranges::MAX_BLOCKS, default.max_blocks),
+            origin_errors_max: env.number("LLB_PD_ORIGIN_ERR_THRESHOLD", 0..=1000, default.origin_errors_max),
+            hash_bytes: env.short("LLB_LLM_USER_PREFIX_FALLBACK_LEN", ranges::HASH_BYTES, default.hash_bytes),
+            replay_port_offset: env.short(
+                "LLB_KV_REPLAY_PORT_OFFSET",
+                ranges::PORT_OR_NONE,
+                default.replay_port_offset,
+            ),
             drain_poll: env.drain_poll(default.drain_poll),
             pd: env.pd(),
             files: default.files,
         };
         if env.problems.is_empty() { Ok(value) } else { Err(env.problems) }
+    }
+}
+
+/// Beginnings of the names that the reference's variables have.
+const FAMILIES: [&str; 2] = ["LLB_", "LOXILB_"];
+
+/// Why variables of the reference do nothing here, by the beginnings of their names.
+const WITHOUT_EFFECT: &[(&str, &str)] = &[
+    ("LLB_FC_", "admission control is not built yet"),
+    ("LOXILB_AI_CTRL_", "no controller outside of the gateway is asked"),
+    ("LLB_KV_HASH_DEBUG", "`kvlane hash` and `kvlane explain` show a prompt's keys"),
+    ("LLB_KV_LOADGUARD", "decisions say their loads: x-kvlane-explain, or routeHeader"),
+    ("LOXILB_KV_TLOAD_LOG", "decisions say their loads: x-kvlane-explain, or routeHeader"),
+];
+
+impl KvDefaults {
+    /// What is set among the names of all variables and looks as if a rule could go by it, while none does: what the
+    /// reference has and this gateway has not, and what is misspelt.
+    pub fn unused(names: impl Iterator<Item = String>) -> Vec<Problem> {
+        let known = RefCell::new(Vec::new());
+        // Without any of them all is in range.
+        let _defaults = Self::from_env(|name| {
+            known.borrow_mut().push(name.to_owned());
+            None
+        });
+        let known = known.into_inner();
+        let is_ours = |name: &String| FAMILIES.iter().any(|family| name.starts_with(family)) && !known.contains(name);
+        let mut unused: Vec<Problem> = names
+            .filter(is_ours)
+            .map(|key| {
+                let why = WITHOUT_EFFECT.iter().find(|(begin, _)| key.starts_with(begin));
+                let message = match why {
+                    Some((_, why)) => format!("is set and has no effect: {why}"),
+                    None => "is set and has no effect: no variable of this name is known".to_owned(),
+                };
+                Problem { kind: Kind::Invalid, line: None, key, message }
+            })
+            .collect();
+        unused.sort_by(|one, other| one.key.cmp(&other.key));
+        unused
     }
 }
 
@@ -154,15 +201,16 @@ impl<F: Fn(&str) -> Option<String>> Env<F> {
         (self.lookup)(name).filter(|text| !text.is_empty())
     }
 
-    fn number(&mut self, name: &str, min: u32, max: u32, default: u32) -> u32 {
-        self.optional(name, min..=max).unwrap_or(default)
+    fn number(&mut self, name: &str, range: Range, default: u32) -> u32 {
+        self.optional(name, range).unwrap_or(default)
     }
 
-    fn optional(&mut self, name: &str, range: RangeInclusive<u32>) -> Option<u32> {
+    /// Numbers are of 32 bits, and no range goes beyond that.
+    fn optional(&mut self, name: &str, range: Range) -> Option<u32> {
         let text = self.set(name)?;
-        let value = text.parse().ok().filter(|value| range.contains(value));
+        let value = text.parse().ok().filter(|value: &u32| range.contains(&i64::from(*value)));
         if value.is_none() {
-            let (min, max) = (range.start(), range.end());
+            let (min, max) = range.into_inner();
             self.problem(name, format!("{text:?} is not a whole number within {min} to {max}"));
         }
         value
@@ -182,16 +230,16 @@ impl<F: Fn(&str) -> Option<String>> Env<F> {
         })
     }
 
-    fn short(&mut self, name: &str, range: RangeInclusive<u16>, default: u16) -> u16 {
-        let value = self.number(name, (*range.start()).into(), (*range.end()).into(), default.into());
+    fn short(&mut self, name: &str, range: Range, default: u16) -> u16 {
+        let value = self.number(name, range, default.into());
         u16::try_from(value).unwrap_or(default)
     }
 
     fn drain_poll(&mut self, default: DrainPoll) -> DrainPoll {
         const MIN: &str = "LOXILB_KV_TRTLLM_POLL_MIN_MS";
-        let min_ms = self.short(MIN, DrainPoll::RANGE, default.min_ms);
+        let min_ms = self.short(MIN, ranges::POLL_MS, default.min_ms);
         // One that is given alone moves the other along.
-        let max_ms = self.short("LOXILB_KV_TRTLLM_POLL_MAX_MS", DrainPoll::RANGE, default.max_ms.max(min_ms));
+        let max_ms = self.short("LOXILB_KV_TRTLLM_POLL_MAX_MS", ranges::POLL_MS, default.max_ms.max(min_ms));
         if min_ms > max_ms && min_ms != default.min_ms {
             self.problem(MIN, format!("{min_ms} is more than LOXILB_KV_TRTLLM_POLL_MAX_MS, {max_ms}"));
         }
@@ -199,13 +247,13 @@ impl<F: Fn(&str) -> Option<String>> Env<F> {
     }
 
     fn pd(&mut self) -> PdDefaults {
-        let floor = self.number("LLB_PD_PREFILL_TIMEOUT_SEC", 1, 86_400, 30);
-        let park = self.number("LLB_PD_MAX_PARK_SEC", 0, 3_600, 0);
+        let floor = self.number("LLB_PD_PREFILL_TIMEOUT_SEC", 1..=86_400, 30);
+        let park = self.number("LLB_PD_MAX_PARK_SEC", 0..=3_600, 0);
         let ladder = Ladder {
-            per_endpoint: self.number("LLB_PD_MAX_INFLIGHT_PER_EP", 0, 99_999, 0),
-            queue: self.number("LLB_PD_QUEUE_DEPTH_PER_EP", 0, 64, 0),
+            per_endpoint: self.number("LLB_PD_MAX_INFLIGHT_PER_EP", 0..=99_999, 0),
+            queue: self.number("LLB_PD_QUEUE_DEPTH_PER_EP", 0..=64, 0),
             park: Duration::from_secs(park.into()),
-            total: self.number("LLB_PD_MAX_TOTAL_INFLIGHT", 0, 999_999, 0),
+            total: self.number("LLB_PD_MAX_TOTAL_INFLIGHT", 0..=999_999, 0),
         };
         PdDefaults { prefill_floor: Duration::from_secs(floor.into()), ladder }
     }

@@ -8,10 +8,7 @@ use shards::service::{Engine, Role};
 use crate::fields::{Fields, Report, Value};
 
 use super::check::{self, Facts, warn_of_unused};
-use super::{ENDPOINTS_MAX, EventPlace, EventSource, Host, KvRule, RuleEndpoint};
-
-/// Largest weight. A larger one is refused.
-const WEIGHT_MAX: i64 = 65_535;
+use super::{ENDPOINTS_MAX, EventPlace, EventSource, Host, KvRule, RuleEndpoint, ranges};
 
 /// Reads all endpoints and checks what they say together. Events of decode endpoints are read where `of_decode` says so.
 pub(super) fn read(
@@ -59,7 +56,7 @@ pub(super) fn read(
 }
 
 fn read_role(fields: &mut Fields<'_>, report: &mut Report, facts: &Facts) -> Role {
-    let role = match fields.int_in(report, "ep_role", 0..=2) {
+    let role = match fields.int_in(report, "ep_role", ranges::ROLE) {
         Some(1) => Role::Prefill,
         Some(2) => Role::Decode,
         _ => Role::Normal,
@@ -133,8 +130,8 @@ fn read_one(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, kv: Op
     if engine == Engine::Llamacpp {
         return read_place(fields, report, None);
     }
-    let own_port = fields.int_in(report, "kvZmqPort", 1..=65_535);
-    let own_replay = fields.int_in(report, "kvReplayPort", 1..=65_535);
+    let own_port = fields.int_in(report, "kvZmqPort", ranges::PORT);
+    let own_replay = fields.int_in(report, "kvReplayPort", ranges::PORT);
     let bind = read_bind(fields, report);
     if own_port.is_some() && bind.is_some() {
         fields.invalid(report, "kvZmqBind", "cannot stand beside kvZmqPort: an engine either listens or connects");
@@ -174,10 +171,10 @@ fn read_place(fields: &mut Fields<'_>, report: &mut Report, events: Option<Event
         host: read_host(fields, report),
         port: read_port(fields, report),
         // A list of addresses alone means that all of them count.
-        weight: fields.int_in(report, "weight", 0..=WEIGHT_MAX).map_or(1, |weight| weight as u32),
+        weight: fields.int_in(report, "weight", ranges::WEIGHT).map_or(1, |weight| weight as u32),
         backup: fields.flag(report, "backup").unwrap_or(false),
         role: Role::Normal,
-        nixl_port: fields.int_in(report, "nixl_port", 0..=65_535).map_or(0, |port| port as u16),
+        nixl_port: fields.int_in(report, "nixl_port", ranges::PORT_OR_NONE).map_or(0, |port| port as u16),
         nixl_engine_id: check::text(fields, report, "nixl_engine_id"),
         events,
     }
@@ -185,7 +182,7 @@ fn read_place(fields: &mut Fields<'_>, report: &mut Report, events: Option<Event
 
 pub(super) fn read_port(fields: &mut Fields<'_>, report: &mut Report) -> u16 {
     let before = report.problems.len();
-    match fields.int_in(report, "targetPort", 1..=65_535) {
+    match fields.int_in(report, "targetPort", ranges::PORT) {
         Some(port) => port as u16,
         None => {
             if report.problems.len() == before {

@@ -3,14 +3,13 @@
 use std::sync::Arc;
 
 use shards::block::FIXED_SEED;
-use shards::claims::CLAIM_MAX;
 use shards::service::{Blend, Engine, MediumWeights};
 
 use crate::fields::{Fields, Report, Value};
 
 use super::check::{ENGINE_DEFAULT, Facts};
-use super::defaults::CAPACITY_SUM;
 use super::files::Purpose;
+use super::ranges::{self, Range};
 use super::{ChatTemplate, DrainPoll, KvAlgo, KvDefaults, KvRule, RANKS_MAX, RuleFile, SEED_BYTES_MAX};
 
 /// `kvZmqPort` of rules that do not say.
@@ -18,16 +17,9 @@ const ZMQ_PORT: i64 = 5557;
 /// `kvWarmupSec` of rules that do not say.
 const WARMUP_SEC: u32 = 30;
 
-/// What `kvCapSumMilli` may be.
-const CAPACITY_SUM_RANGE: std::ops::RangeInclusive<i64> = *CAPACITY_SUM.start() as i64..=*CAPACITY_SUM.end() as i64;
-
 /// `kvClaimMs` of rules that do not say.
 const CLAIM_MS: u32 = 2_000;
 
-/// Fewest tokens per block. vLLM has no smaller page; with less, the index outgrows the cache it mirrors.
-const BLOCK_TOKENS_MIN: i64 = 4;
-/// Most tokens per block.
-const BLOCK_TOKENS_MAX: i64 = 65_536;
 /// Largest chat template file, bytes.
 const TEMPLATE_BYTES_MAX: u64 = 1 << 20;
 
@@ -95,21 +87,33 @@ pub(super) fn read(
         chat_template: read_template(fields, report, defaults),
         prompts: super::prompts::read(fields, report, engine),
         adapters: super::adapters::read(fields, report),
-        min_match_tokens: number(fields, report, "kvMinMatchTokens", 0, 4096, defaults.min_match_tokens),
+        min_match_tokens: number(fields, report, "kvMinMatchTokens", ranges::MIN_MATCH, defaults.min_match_tokens),
         blend: read_blend(fields, report, defaults),
-        throughput: number(fields, report, "kvThroughput", 0, 1000, defaults.throughput),
-        load_penalty: number(fields, report, "kvLoadPenalty", 1, 100_000, defaults.load_penalty),
+        throughput: number(fields, report, "kvThroughput", ranges::THROUGHPUT, defaults.throughput),
+        load_penalty: number(fields, report, "kvLoadPenalty", ranges::LOAD_PENALTY, defaults.load_penalty),
         capacity_sum_milli: fields
-            .int_in(report, "kvCapSumMilli", CAPACITY_SUM_RANGE)
+            .int_in(report, "kvCapSumMilli", ranges::CAPACITY_SUM)
             .map(|sum| sum as u32)
             .or(defaults.capacity_sum_milli),
         // A cold prompt that leaves its queue costs a pool of prefill endpoints more than it saves.
         spill_relief: fields.flag(report, "kvSpillRelief").or(defaults.spill_relief).unwrap_or(!facts.pd),
-        seed_every: number(fields, report, "kvColdstartSeedN", 0, 1_000_000, defaults.seed_every),
-        seed_min_blocks: number(fields, report, "kvColdstartMinBlocks", 0, 100_000_000, defaults.seed_min_blocks),
-        zero_hit_every: number(fields, report, "kvZeroHitN", 1, 1_000_000, defaults.zero_hit_every),
-        claim_ms: number(fields, report, "kvClaimMs", 0, CLAIM_MAX.as_millis() as i64, CLAIM_MS),
-        mean_load_factor: number(fields, report, "kvMeanLoadFactor", 100, 1000, defaults.mean_load_factor),
+        seed_every: number(fields, report, "kvColdstartSeedN", ranges::SEED_EVERY, defaults.seed_every),
+        seed_min_blocks: number(
+            fields,
+            report,
+            "kvColdstartMinBlocks",
+            ranges::SEED_MIN_BLOCKS,
+            defaults.seed_min_blocks,
+        ),
+        zero_hit_every: number(fields, report, "kvZeroHitN", ranges::ZERO_HITS, defaults.zero_hit_every),
+        claim_ms: number(fields, report, "kvClaimMs", ranges::CLAIM_MS, CLAIM_MS),
+        mean_load_factor: number(
+            fields,
+            report,
+            "kvMeanLoadFactor",
+            ranges::MEAN_LOAD_FACTOR,
+            defaults.mean_load_factor,
+        ),
         replay_port_offset: read_replay_offset(fields, report, defaults),
         drain_poll: read_drain_poll(fields, report, engine, defaults),
         weights: read_weights(fields, report),
@@ -154,8 +158,8 @@ fn read_blend(fields: &mut Fields<'_>, report: &mut Report, defaults: &KvDefault
     })
 }
 
-fn number(fields: &mut Fields<'_>, report: &mut Report, name: &str, min: i64, max: i64, default: u32) -> u32 {
-    fields.int_in(report, name, min..=max).map_or(default, |value| value as u32)
+fn number(fields: &mut Fields<'_>, report: &mut Report, name: &str, range: Range, default: u32) -> u32 {
+    fields.int_in(report, name, range).map_or(default, |value| value as u32)
 }
 
 fn read_engine(fields: &mut Fields<'_>, report: &mut Report) -> Engine {
@@ -240,7 +244,7 @@ fn read_zmq_port(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, r
         }
         return ZMQ_PORT;
     }
-    let port = fields.int_in(report, "kvZmqPort", 1..=65_535).unwrap_or(ZMQ_PORT);
+    let port = fields.int_in(report, "kvZmqPort", ranges::PORT).unwrap_or(ZMQ_PORT);
     if port + ranks - 1 > 65_535 {
         let message = format!("{port} with {ranks} ranks ends beyond port 65535: rank r is at kvZmqPort + r");
         fields.invalid(report, "kvZmqPort", message);
@@ -249,12 +253,12 @@ fn read_zmq_port(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, r
 }
 
 fn read_replay_offset(fields: &mut Fields<'_>, report: &mut Report, defaults: &KvDefaults) -> u16 {
-    number(fields, report, "kvReplayPortOffset", 0, 65_535, defaults.replay_port_offset.into()) as u16
+    number(fields, report, "kvReplayPortOffset", ranges::PORT_OR_NONE, defaults.replay_port_offset.into()) as u16
 }
 
 fn read_drain_poll(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, defaults: &KvDefaults) -> DrainPoll {
-    let range = i64::from(*DrainPoll::RANGE.start())..=i64::from(*DrainPoll::RANGE.end());
-    let [min, max] = ["kvTrtllmPollMinMs", "kvTrtllmPollMaxMs"].map(|name| fields.int_in(report, name, range.clone()));
+    let [min, max] =
+        ["kvTrtllmPollMinMs", "kvTrtllmPollMaxMs"].map(|name| fields.int_in(report, name, ranges::POLL_MS));
     if engine != Engine::Trtllm && (min.is_some() || max.is_some()) {
         let name = if min.is_some() { "kvTrtllmPollMinMs" } else { "kvTrtllmPollMaxMs" };
         let message = format!("is accepted and has no effect: kv-engine-type {} is not polled", engine.name());
@@ -278,7 +282,7 @@ fn read_drain_poll(fields: &mut Fields<'_>, report: &mut Report, engine: Engine,
 fn read_weights(fields: &mut Fields<'_>, report: &mut Report) -> MediumWeights {
     let Some(mut table) = fields.table(report, "kvMediumWeights") else { return MediumWeights::default() };
     let [cpu, storage] =
-        ["cpu", "storage"].map(|name| table.int_in(report, name, 0..=100).map_or(0, |percent| percent as u8));
+        ["cpu", "storage"].map(|name| table.int_in(report, name, ranges::PERCENT).map_or(0, |percent| percent as u8));
     if storage > cpu {
         let message = format!("{storage} is more than cpu, {cpu}: what storage holds comes through the host's memory");
         table.invalid(report, "storage", message);
@@ -288,7 +292,7 @@ fn read_weights(fields: &mut Fields<'_>, report: &mut Report) -> MediumWeights {
 }
 
 fn read_warmup(fields: &mut Fields<'_>, report: &mut Report) -> u32 {
-    let seconds = number(fields, report, "kvWarmupSec", 0, i32::MAX.into(), WARMUP_SEC);
+    let seconds = number(fields, report, "kvWarmupSec", ranges::I32, WARMUP_SEC);
     if seconds != WARMUP_SEC {
         let message =
             format!("{seconds} is accepted and has no effect: a block counts from the moment it is announced");
@@ -299,17 +303,16 @@ fn read_warmup(fields: &mut Fields<'_>, report: &mut Report) -> u32 {
 
 fn read_block_tokens(fields: &mut Fields<'_>, report: &mut Report, engine: Engine) -> u32 {
     let Some(tokens) = fields.int(report, "kvBlockSize") else { return 16 };
-    let (min, option) = match engine {
-        // Its pages are single tokens unless something asks for more.
-        Engine::Sglang => (1, "--page-size"),
-        Engine::Trtllm => (BLOCK_TOKENS_MIN, "tokens_per_block"),
-        Engine::Vllm | Engine::Llamacpp => (BLOCK_TOKENS_MIN, "--block-size"),
+    let (range, option) = match engine {
+        Engine::Sglang => (ranges::BLOCK_TOKENS_SGLANG, "--page-size"),
+        Engine::Trtllm => (ranges::BLOCK_TOKENS, "tokens_per_block"),
+        Engine::Vllm | Engine::Llamacpp => (ranges::BLOCK_TOKENS, "--block-size"),
     };
-    if (min..=BLOCK_TOKENS_MAX).contains(&tokens) {
+    if range.contains(&tokens) {
         return tokens as u32;
     }
-    let message =
-        format!("{tokens} is not within {min} to {BLOCK_TOKENS_MAX} tokens: write the engines' {option} (default 16)");
+    let (min, max) = range.into_inner();
+    let message = format!("{tokens} is not within {min} to {max} tokens: write the engines' {option} (default 16)");
     fields.invalid(report, "kvBlockSize", message);
     16
 }

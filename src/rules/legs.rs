@@ -8,7 +8,7 @@ use crate::fields::{Fields, Report};
 
 use super::check::Facts;
 use super::files::Purpose;
-use super::{EngineToken, KvDefaults, RuleFile};
+use super::{EngineToken, KvDefaults, RuleFile, ranges};
 
 /// What the legs go by.
 #[derive(Default)]
@@ -18,9 +18,6 @@ pub(super) struct Legs {
     pub bypass: Bypass,
     pub bypass_tokens: u32,
 }
-
-/// Most tokens that a decode endpoint may be left to compute. A rule that says more is refused.
-const BYPASS_TOKENS_MAX: i64 = 1 << 20;
 
 /// Reads the options; each is refused where nothing would come of it.
 pub(super) fn read(
@@ -35,7 +32,7 @@ pub(super) fn read(
         fields.invalid(report, "pdNixlPush", "requires pd_disagg_mode=true and kv-engine-type vllm");
     }
     let bypass = read_bypass(fields, report, facts, engine);
-    let tokens = fields.int_in(report, "pdBypassTokens", 0..=BYPASS_TOKENS_MAX).unwrap_or(0);
+    let tokens = fields.int_in(report, "pdBypassTokens", ranges::BYPASS_TOKENS).unwrap_or(0);
     if tokens != 0 && bypass == Bypass::Off {
         fields.warn(report, "pdBypassTokens", "is accepted and has no effect: it concerns pdBypass short and held");
     }

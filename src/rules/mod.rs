@@ -27,6 +27,7 @@ mod others;
 mod pools;
 mod prompts;
 mod proxy;
+mod ranges;
 mod readback;
 mod request;
 mod seal;

@@ -7,21 +7,24 @@ use serde_json::{Value as Json, json};
 
 use crate::fields::{Fields, Report, Value};
 
-use super::Rule;
+use super::ranges::{self, Range};
+use super::{Rule, table};
 
 /// Types of an inert or refused option.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum Type {
-    Int(i64, i64),
+    Int(Range),
     Flag,
     Text,
+    /// One of some texts, or the empty one.
+    OneOf(&'static [&'static str]),
     Any,
 }
 
-use Type::{Any, Flag, Int, Text};
+use Type::{Any, Flag, Int, OneOf, Text};
 
-const U32: Type = Int(0, u32::MAX as i64);
-const I32: Type = Int(0, i32::MAX as i64);
+const U32: Type = Int(ranges::U32);
+const I32: Type = Int(ranges::I32);
 
 /// An option that is read, checked and shown again.
 struct Inert {
@@ -50,12 +53,12 @@ const INERT: &[Inert] = &[
     inert("monitor", Flag, ""),
     inert("managed", Flag, ""),
     inert("snat", Flag, LAYER4),
-    inert("probetype", Text, PROBES),
-    inert("probeport", Int(0, 65_535), PROBES),
+    inert("probetype", OneOf(table::PROBE_TYPES), PROBES),
+    inert("probeport", Int(ranges::PORT_OR_NONE), PROBES),
     inert("probereq", Text, PROBES),
     inert("proberesp", Text, PROBES),
     inert("probeTimeout", U32, PROBES),
-    inert("probeRetries", Int(0, 100), PROBES),
+    inert("probeRetries", Int(ranges::PROBE_RETRIES), PROBES),
     inert("inactiveTimeOut", I32, NOT_BUILT),
     inert("timeoutMemberConnect", U32, NOT_BUILT),
     inert("timeoutMemberData", U32, NOT_BUILT),
@@ -69,8 +72,8 @@ const INERT: &[Inert] = &[
     inert("hsts_include_subdomains", Flag, "it concerns TLS"),
     inert("hsts_preload", Flag, "it concerns TLS"),
     inert("vip_qos_policy_id", Text, LAYER4),
-    inert("sockMapMode", Text, LAYER4),
-    inert("kvExactApiMode", Text, "both completions and chats are routed by KV cache"),
+    inert("sockMapMode", OneOf(table::SOCK_MAP_MODES), LAYER4),
+    inert("kvExactApiMode", OneOf(table::API_MODES), "both completions and chats are routed by KV cache"),
 ];
 
 /// An option whose only accepted value is the one that asks for nothing.
@@ -93,7 +96,12 @@ const FLOW: &str = "admission control is not built yet";
 const REFUSED: &[Refused] = &[
     refused("egress", Flag, None, "kvlane proxies HTTP towards engines only"),
     refused("proxyprotocolv2", Flag, None, "the PROXY protocol is not built yet"),
-    refused("backend_protocol", Text, Some("http1"), "HTTP/2 is not built yet: write \"http1\""),
+    refused(
+        "backend_protocol",
+        OneOf(table::PROTOCOLS_BEHIND),
+        Some("http1"),
+        "HTTP/2 is not built yet: write \"http1\"",
+    ),
     refused("mtls_frontend", Any, None, TLS),
     refused("mtls_backend", Any, None, TLS),
     refused("alpn_protocols", Any, None, TLS),
@@ -101,10 +109,10 @@ const REFUSED: &[Refused] = &[
     refused("tls_versions", Any, None, TLS),
     refused("backend_ca_cert_id", Text, None, TLS),
     refused("backend_client_cert_id", Text, None, TLS),
-    refused("api_key_auth", Text, Some("disabled"), AUTH),
+    refused("api_key_auth", OneOf(table::KEY_AUTHS), Some("disabled"), AUTH),
     refused("jwt_auth_profile", Text, None, AUTH),
     refused("kvModelProfile", Text, None, "model profiles are not built yet"),
-    refused("fc_mode", Text, Some("off"), FLOW),
+    refused("fc_mode", OneOf(table::FLOW_MODES), Some("off"), FLOW),
     refused("fc_max_outstanding", U32, None, FLOW),
     refused("fc_ep_max_inflight", U32, None, FLOW),
     refused("fc_prefill_max_inflight", U32, None, FLOW),
@@ -132,14 +140,14 @@ const READ_ONLY: &[&str] = &["service_id", "source", "warnings"];
 /// Reads the options of `serviceArguments` that have no effect.
 pub(super) fn read_others(fields: &mut Fields<'_>, report: &mut Report, rule: &mut Rule) {
     for option in INERT {
-        let Some((value, asks)) = read(fields, report, option.name, option.kind) else { continue };
+        let Some((value, asks)) = read(fields, report, option.name, &option.kind) else { continue };
         if asks && !option.note.is_empty() {
             fields.warn(report, option.name, format!("{value} is accepted and has no effect: {}", option.note));
         }
         rule.inert.insert(option.name, value);
     }
     for option in REFUSED {
-        let Some((value, asks)) = read(fields, report, option.name, option.kind) else { continue };
+        let Some((value, asks)) = read(fields, report, option.name, &option.kind) else { continue };
         if asks && option.nothing.is_none_or(|nothing| value != *nothing) {
             fields.not_yet(report, option.name, format!("{value} is refused: {}", option.reason));
         }
@@ -164,11 +172,21 @@ pub(super) fn read_lists(fields: &mut Fields<'_>, report: &mut Report) {
 }
 
 /// The option's value, and whether it asks for anything (is not zero, false or empty).
-fn read(fields: &mut Fields<'_>, report: &mut Report, name: &str, kind: Type) -> Option<(Json, bool)> {
+fn read(fields: &mut Fields<'_>, report: &mut Report, name: &str, kind: &Type) -> Option<(Json, bool)> {
     match kind {
-        Int(min, max) => fields.int_in(report, name, min..=max).map(|value| (json!(value), value != 0)),
+        Int(range) => fields.int_in(report, name, range.clone()).map(|value| (json!(value), value != 0)),
         Flag => fields.flag(report, name).map(|value| (json!(value), value)),
         Text => fields.text(report, name).map(|value| (json!(value), !value.is_empty() && value != "none")),
+        OneOf(texts) => {
+            let value = fields.text(report, name)?;
+            if !value.is_empty() && !texts.contains(&value) {
+                let texts = texts.iter().filter(|text| !text.is_empty()).map(|text| format!("{text:?}"));
+                let message = format!("{value:?} is none of {}", texts.collect::<Vec<_>>().join(", "));
+                fields.invalid(report, name, message);
+                return None;
+            }
+            Some((json!(value), !value.is_empty() && value != "none"))
+        }
         Any => fields.take(name).map(|node| (plain(&node.value), !is_empty(&node.value))),
     }
 }

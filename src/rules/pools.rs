@@ -7,7 +7,7 @@ use shards::service::{Disagg, Engine, PrefixHashing, Select, SessionSource, Sess
 use crate::fields::{Fields, Report};
 
 use super::check::Facts;
-use super::{KvDefaults, legs};
+use super::{KvDefaults, legs, ranges};
 
 /// `pd_session_ttl_sec` of P/D rules that do not say, seconds.
 const PD_SESSION_TTL: u64 = 300;
@@ -15,8 +15,6 @@ const PD_SESSION_TTL: u64 = 300;
 const SESSION_TTL: u64 = 10_800;
 /// `pd_session_max` of rules that do not say.
 const SESSIONS: i64 = 65_536;
-/// Most sessions that a rule may have remembered. A rule that asks for more is refused.
-const SESSIONS_MAX: i64 = 1 << 20;
 /// Longest name of a header, cookie or parameter, bytes. A longer one is refused.
 const NAME_BYTES_MAX: usize = 127;
 /// Where SGLang's prefill engines are met in rules that do not say.
@@ -37,24 +35,34 @@ pub(super) fn read_select(fields: &mut Fields<'_>, report: &mut Report) -> Selec
                 .to_owned(),
             6 => "6 (n3) works with udp only".to_owned(),
             7 => "7 is reserved".to_owned(),
-            _ => format!("{number} is not within 0 to 10"),
+            _ => format!("{number} is not within {} to {}", ranges::SEL.start(), ranges::SEL.end()),
         };
         fields.invalid(report, "sel", message);
         Select::Expected
     })
 }
 
-pub(super) fn read_hashing(fields: &mut Fields<'_>, report: &mut Report, select: Select) -> PrefixHashing {
+pub(super) fn read_hashing(
+    fields: &mut Fields<'_>,
+    report: &mut Report,
+    select: Select,
+    defaults: &KvDefaults,
+) -> PrefixHashing {
     let default = PrefixHashing::default();
     let read = PrefixHashing {
-        level: fields.int_in(report, "chwbl_prefix_hash_level", 1..=3).map_or(default.level, |level| level as u8),
-        flags: fields.int_in(report, "chwbl_prefix_hash_flags", 0..=255).map_or(default.flags, |flags| flags as u8),
+        level: fields
+            .int_in(report, "chwbl_prefix_hash_level", ranges::HASH_LEVEL)
+            .map_or(default.level, |level| level as u8),
+        flags: fields
+            .int_in(report, "chwbl_prefix_hash_flags", ranges::HASH_FLAGS)
+            .map_or(default.flags, |flags| flags as u8),
         mean_load_factor: fields
-            .int_in(report, "chwbl_mean_load_factor", 100..=300)
+            .int_in(report, "chwbl_mean_load_factor", ranges::HASH_LOAD_FACTOR)
             .map_or(default.mean_load_factor, |percent| percent as u16),
         replication: fields
-            .int_in(report, "chwbl_replication", 1..=1024)
+            .int_in(report, "chwbl_replication", ranges::HASH_REPLICATION)
             .map_or(default.replication, |points| points as u16),
+        user_bytes: defaults.hash_bytes,
     };
     let differs = [
         ("chwbl_prefix_hash_level", read.level != default.level, select.asks_prefix()),
@@ -80,8 +88,8 @@ pub(super) fn read_sessions(
 ) -> Option<Sessions> {
     let source = read_source(fields, report);
     // 0 means the default, as the reference has it.
-    let ttl = fields.int_in(report, "pd_session_ttl_sec", 0..=i64::from(i32::MAX)).filter(|seconds| *seconds != 0);
-    let max = fields.int_in(report, "pd_session_max", 1..=SESSIONS_MAX);
+    let ttl = fields.int_in(report, "pd_session_ttl_sec", ranges::I32).filter(|seconds| *seconds != 0);
+    let max = fields.int_in(report, "pd_session_max", ranges::SESSIONS);
     let sticky = source.is_some() && matches!(select, Select::RoundRobin | Select::Expected);
     if facts.pd || select == Select::Persist || sticky {
         let default = if facts.pd { PD_SESSION_TTL } else { SESSION_TTL };
@@ -143,8 +151,8 @@ pub(super) fn read_disagg(
     let legs = legs::read(fields, report, facts, engine, defaults);
     // 0 means the default, as the reference has it.
     let some = |value: Option<i64>, default: i64| value.filter(|value| *value != 0).unwrap_or(default);
-    let threshold = fields.int_in(report, "pd_cache_threshold", 0..=100);
-    let balance = fields.int_in(report, "pd_balance_abs_threshold", 0..=255);
+    let threshold = fields.int_in(report, "pd_cache_threshold", ranges::PERCENT);
+    let balance = fields.int_in(report, "pd_balance_abs_threshold", ranges::BALANCE);
     let bootstrap_port = read_bootstrap_port(fields, report, engine, facts);
     let cache_aware = fields.flag(report, "pd_cache_aware_mode").unwrap_or(false);
     if !facts.pd || !cache_aware {
@@ -169,7 +177,7 @@ pub(super) fn read_disagg(
 }
 
 fn read_bootstrap_port(fields: &mut Fields<'_>, report: &mut Report, engine: Engine, facts: &Facts) -> u16 {
-    let port = fields.int_in(report, "pdBootstrapPort", 0..=65_535).filter(|port| *port != 0);
+    let port = fields.int_in(report, "pdBootstrapPort", ranges::PORT_OR_NONE).filter(|port| *port != 0);
     if port.is_some() && !(facts.pd && engine == Engine::Sglang) {
         let message = "pd-bootstrap-port requires pd_disagg_mode=true and kv-engine-type sglang";
         fields.invalid(report, "pdBootstrapPort", message);

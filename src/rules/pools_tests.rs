@@ -33,7 +33,10 @@ fn hashing_is_read_where_a_sel_asks_for_it_and_named_elsewhere() {
     let options = json!({"sel": 8, "chwbl_prefix_hash_level": 3, "chwbl_prefix_hash_flags": 255,
         "chwbl_mean_load_factor": 150, "chwbl_replication": 7});
     let (rule, warnings) = request(&body(options.clone(), two())).expect("accepted");
-    assert_eq!(rule.hashing, PrefixHashing { level: 3, flags: 255, mean_load_factor: 150, replication: 7 });
+    assert_eq!(
+        rule.hashing,
+        PrefixHashing { level: 3, flags: 255, mean_load_factor: 150, replication: 7, user_bytes: 256 }
+    );
     assert_eq!(warnings, []);
     assert_eq!(accepted(&readback(&rule, ServiceId(0), &[])), rule);
     let mut unused = options;
@@ -41,7 +44,10 @@ fn hashing_is_read_where_a_sel_asks_for_it_and_named_elsewhere() {
     let (_, warnings) = request(&body(unused, two())).expect("accepted");
     assert_eq!(warnings.len(), 4, "{warnings:?}");
     let defaults = accepted(&body(json!({"sel": 8}), two())).hashing;
-    assert_eq!(defaults, PrefixHashing { level: 1, flags: 0, mean_load_factor: 125, replication: 100 });
+    assert_eq!(
+        defaults,
+        PrefixHashing { level: 1, flags: 0, mean_load_factor: 125, replication: 100, user_bytes: 256 }
+    );
     for (name, low, high) in [
         ("chwbl_prefix_hash_level", 0, 4),
         ("chwbl_prefix_hash_flags", -1, 256),
@@ -202,6 +208,8 @@ fn the_blend_is_the_rules_else_the_variables_else_the_older_switchs() {
         (MODE, "best", "none of off, hard, soft, adaptive, adaptive-soft, ttft"),
         (UNIFIED, "maybe", "none of 1, true, on, yes, 0, false, off, no"),
         ("LOXILB_KV_LOAD_PENALTY", "0", "not a whole number within 1 to 100000"),
+        ("LLB_LLM_USER_PREFIX_FALLBACK_LEN", "0", "not a whole number within 1 to 4096"),
+        ("LLB_LLM_USER_PREFIX_FALLBACK_LEN", "4097", "not a whole number within 1 to 4096"),
         ("LOXILB_KV_CAP_SUM_MILLI", "1910538", "not a whole number within 1910539 to 122274480"),
         ("LOXILB_KV_ZERO_HIT_N", "0", "not a whole number within 1 to 1000000"),
         ("LOXILB_KV_COLDSTART_SEED_N", "-1", "not a whole number within 0 to 1000000"),
@@ -217,4 +225,59 @@ fn the_blend_is_the_rules_else_the_variables_else_the_older_switchs() {
     ] {
         refused(&body(json!({name: value}), two()), Kind::Invalid, &format!("{name}: {text}"));
     }
+}
+
+#[test]
+fn variables_of_the_reference_are_gone_by_or_named() {
+    let of_the_reference = [
+        "LLB_KV_NONE_HASH_SEED",
+        "LLB_KV_MIN_MATCH_TOKENS",
+        "LOXILB_KV_LB_MODE",
+        "LOXILB_KV_MEAN_LOAD_FACTOR",
+        "LOXILB_KV_LOAD_PENALTY",
+        "LOXILB_KV_CAP_SUM_MILLI",
+        "LOXILB_KV_UNIFIED_MODE",
+        "LOXILB_KV_SPILL_RELIEF",
+        "LOXILB_KV_COLDSTART_SEED_N",
+        "LOXILB_KV_COLDSTART_MIN_BLOCKS",
+        "LOXILB_KV_ZERO_HIT_N",
+        "LOXILB_KV_MAX_BLOCKS",
+        "LLB_KV_REPLAY_PORT_OFFSET",
+        "LOXILB_KV_TRTLLM_POLL_MIN_MS",
+        "LOXILB_KV_TRTLLM_POLL_MAX_MS",
+        "LLB_PD_PREFILL_TIMEOUT_SEC",
+        "LLB_PD_MAX_INFLIGHT_PER_EP",
+        "LLB_PD_QUEUE_DEPTH_PER_EP",
+        "LLB_PD_MAX_PARK_SEC",
+        "LLB_PD_MAX_TOTAL_INFLIGHT",
+        "LLB_PD_ORIGIN_ERR_THRESHOLD",
+        "LLB_LLM_USER_PREFIX_FALLBACK_LEN",
+    ];
+    let named = |names: &[&str]| -> Vec<String> {
+        let unused = KvDefaults::unused(names.iter().map(|name| (*name).to_owned()));
+        unused.iter().map(ToString::to_string).collect()
+    };
+    assert_eq!(named(&of_the_reference), Vec::<String>::new());
+    // Each of them is read: what none can be is refused.
+    for name in of_the_reference {
+        let other = "x".repeat(99);
+        let read = KvDefaults::from_env(|asked| (asked == name).then(|| other.clone()));
+        assert!(read.is_err_and(|problems| problems.iter().any(|problem| problem.key == name)), "{name}");
+    }
+    let without_effect = [
+        "PATH",
+        "LLB_FC_MODE",
+        "LLB_KV_HASH_DEBUG",
+        "LLB_KV_LOADGUARD",
+        "LLB_KV_MIN_MATCH_TOKEN",
+        "LOXILB_AI_CTRL_ADDR",
+        "LOXILB_AI_CTRL_DECAY_WINDOW_SEC",
+        "LOXILB_KV_TLOAD_LOG",
+    ];
+    let said = named(&without_effect);
+    assert_eq!(said.len(), without_effect.len() - 1, "{said:?}");
+    for (said, name) in said.iter().zip(&without_effect[1..]) {
+        assert!(said.starts_with(&format!("{name}: is set and has no effect")), "{said}");
+    }
+    assert!(said[3].contains("no variable of this name is known"), "{said:?}");
 }

@@ -6,16 +6,13 @@ use shards::service::{Engine, ProxyOptions};
 use crate::discovery::has_metrics;
 use crate::fields::{Fields, Report};
 
-use super::KvDefaults;
 use super::check::Facts;
+use super::{KvDefaults, ranges};
 
 /// Connects in a row whose failure opens the breaker, where a rule asks for one (`cb_enable`).
 const BREAKER_FAILURES: u32 = 5;
 /// The same in P/D rules, which have one in any case.
 const PD_BREAKER_FAILURES: u32 = 3;
-
-/// Nodes that a tree of texts may have: with more, the search for the oldest would hold a shard up.
-const TRIE_NODES: std::ops::RangeInclusive<i64> = 64..=65_536;
 
 /// Reads the options.
 pub(super) fn read(
@@ -45,7 +42,7 @@ pub(super) fn read(
         },
         breaker_errors: if facts.pd { defaults.origin_errors_max } else { 0 },
         trie_nodes_max: fields
-            .int_in(report, "pd_trie_nodes_max", TRIE_NODES)
+            .int_in(report, "pd_trie_nodes_max", ranges::TRIE_NODES)
             .map_or(default.trie_nodes_max, |nodes| nodes as u32),
     }
 }

@@ -46,7 +46,7 @@ pub fn purpose_of(node: &Node) -> Result<Purpose, Vec<Problem>> {
         }
         return Err(report.problems);
     };
-    let oper = match fields.int_in(&mut report, "oper", 0..=2) {
+    let oper = match fields.int_in(&mut report, "oper", super::ranges::OPER) {
         Some(1) => Oper::Attach,
         Some(2) => Oper::Detach,
         _ => Oper::Replace,

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use crate::fields::from_json;
 
+use super::ranges::{self, Range};
 use super::{KvDefaults, check_request};
 
 /// One option.
@@ -30,6 +31,13 @@ pub struct Member {
 pub enum Kind {
     /// A whole number within a range.
     Int(i64, i64),
+    /// One within another range where the engine is SGLang.
+    IntOfEngine {
+        /// Of other engines.
+        usual: (i64, i64),
+        /// Of SGLang.
+        sglang: (i64, i64),
+    },
     /// True or false.
     Flag,
     /// A text.
@@ -110,20 +118,45 @@ const fn plain(
 }
 
 use Base::{Hashed, Kv, Pd, PdAware, PdBypass, PdSglang, PdTrtllm, Trtllm};
-use Kind::{Flag, Int, List, Object, OneOf, Text};
+use Kind::{Flag, Int, IntOfEngine, List, Object, OneOf, Text};
 
-const PORT: Kind = Int(0, 65_535);
-const U32: Kind = Int(0, u32::MAX as i64);
-const I32: Kind = Int(0, i32::MAX as i64);
+/// The range that the checks go by.
+const fn int(range: &Range) -> Kind {
+    Int(*range.start(), *range.end())
+}
+
+const PORT: Kind = int(&ranges::PORT);
+const PORT_OR_NONE: Kind = int(&ranges::PORT_OR_NONE);
+const U32: Kind = int(&ranges::U32);
+const I32: Kind = int(&ranges::I32);
+const BLOCK_TOKENS: Kind = IntOfEngine {
+    usual: (*ranges::BLOCK_TOKENS.start(), *ranges::BLOCK_TOKENS.end()),
+    sglang: (*ranges::BLOCK_TOKENS_SGLANG.start(), *ranges::BLOCK_TOKENS_SGLANG.end()),
+};
+
+/// Values of `probetype`.
+pub(super) const PROBE_TYPES: &[&str] = &["tcp", "udp", "sctp", "http", "https", "ping", "none", ""];
+/// Values of `sockMapMode`.
+pub(super) const SOCK_MAP_MODES: &[&str] = &["off", "request", "response", "both", ""];
+/// Values of `kvExactApiMode`.
+pub(super) const API_MODES: &[&str] = &["completions", "chat", "both", ""];
+/// Values of `backend_protocol`.
+pub(super) const PROTOCOLS_BEHIND: &[&str] = &["http1", "http2", "both", ""];
+/// Values of `api_key_auth`.
+pub(super) const KEY_AUTHS: &[&str] = &["disabled", "required", "jwt", "apikey-or-jwt", ""];
+/// Values of `kvLbMode`.
+const BLENDS: &[&str] = &["off", "hard", "soft", "adaptive", "adaptive-soft", "ttft", ""];
+/// Values of `fc_mode`.
+pub(super) const FLOW_MODES: &[&str] = &["off", "observe", "enforce", "inherit", ""];
 
 /// Members of `serviceArguments`.
 pub const SERVICE: &[Member] = &[
     plain("externalIP", Text, "", "\"127.0.0.1\"", "Address that clients connect to; the host need not hold it yet"),
-    plain("port", Int(1, 65_535), "", "18080", "Port that clients connect to"),
-    plain("portMax", PORT, "0", "18090", "Last port of a range"),
+    plain("port", PORT, "", "18080", "Port that clients connect to"),
+    plain("portMax", PORT_OR_NONE, "0", "18090", "Last port of a range"),
     plain("protocol", OneOf(&["tcp", "udp", "sctp", "icmp"]), "tcp", "\"tcp\"", "Kvlane proxies HTTP over tcp"),
-    plain("mode", Int(0, 5), "0; 4 in files", "4", "Kvlane does 4, fullproxy"),
-    plain("sel", Int(0, 10), "0", "4", "How an endpoint is chosen that no cache decides"),
+    plain("mode", int(&ranges::MODE), "0; 4 in files", "4", "Kvlane does 4, fullproxy"),
+    plain("sel", int(&ranges::SEL), "0", "4", "How an endpoint is chosen that no cache decides"),
     plain("name", Text, "", "\"n\"", "Name, for people and for DELETE"),
     plain("host", Text, "any", "\"a.example\"", "Host that the rule is for"),
     plain("path_prefix", Text, "any", "\"/v1\"", "Path that the rule is for"),
@@ -136,63 +169,71 @@ pub const SERVICE: &[Member] = &[
     ),
     plain("model_name", Text, "any", "\"m\"", "Model that the rule is for"),
     plain("block", U32, "0", "1", "Tells rules of one address apart"),
-    plain("oper", Int(0, 2), "0", "0", "0 makes or replaces the rule, 1 attaches its endpoints, 2 detaches them"),
+    plain(
+        "oper",
+        int(&ranges::OPER),
+        "0",
+        "0",
+        "0 makes or replaces the rule, 1 attaches its endpoints, 2 detaches them",
+    ),
     plain("id", Text, "made up", "\"an-id\"", "The rule's id in the API; it cannot be changed"),
     plain("adminStateUp", Flag, "true", "false", "False pauses the rule"),
     plain("projectId", Text, "", "\"p\"", "Shown again"),
     plain("annotations", Object, "", "{\"a\": \"b\"}", "Shown again"),
     plain("managed", Flag, "false", "true", "Shown again"),
     plain("monitor", Flag, "false", "true", "Shown again; every endpoint is probed"),
-    plain("security", Int(0, 2), "0", "1", "TLS towards clients (1), and towards engines too (2)"),
+    plain("security", int(&ranges::SECURITY), "0", "1", "TLS towards clients (1), and towards engines too (2)"),
     plain("connectionLimit", U32, "0", "10", "Most connections"),
     plain("privateIP", Text, "", "\"10.0.0.1\"", "Address inside"),
     plain("bgp", Flag, "false", "true", "Announce the address"),
     plain("snat", Flag, "false", "true", "Rewrite the source address"),
     plain("egress", Flag, "false", "true", "Traffic outwards"),
     plain("proxyprotocolv2", Flag, "false", "true", "Tell engines the client's address"),
-    plain(
-        "probetype",
-        OneOf(&["tcp", "udp", "sctp", "http", "https", "ping", "none", ""]),
-        "",
-        "\"http\"",
-        "How endpoints are probed",
-    ),
-    plain("probeport", PORT, "0", "80", "Where endpoints are probed"),
+    plain("probetype", OneOf(PROBE_TYPES), "", "\"http\"", "How endpoints are probed"),
+    plain("probeport", PORT_OR_NONE, "0", "80", "Where endpoints are probed"),
     plain("probereq", Text, "", "\"/x\"", "What a probe asks for"),
     plain("proberesp", Text, "", "\"x\"", "What a probe expects"),
     plain("probeTimeout", U32, "0", "5", "Seconds between probes"),
-    plain("probeRetries", Int(0, 100), "0", "3", "Probes that must fail"),
+    plain("probeRetries", int(&ranges::PROBE_RETRIES), "0", "3", "Probes that must fail"),
     plain("inactiveTimeOut", I32, "0", "60", "Seconds of silence after which a connection ends"),
     plain("timeoutMemberConnect", U32, "0", "100", "Milliseconds to connect to an engine"),
     plain("timeoutMemberData", U32, "0", "100", "Milliseconds of an engine's silence"),
     plain("timeoutTcpInspect", U32, "0", "100", "Milliseconds to look at a request"),
     plain("trace_type", Text, "", "\"otel\"", "Tracing"),
-    plain(
-        "backend_protocol",
-        OneOf(&["http1", "http2", "both", ""]),
-        "http1",
-        "\"http2\"",
-        "HTTP version towards engines",
-    ),
+    plain("backend_protocol", OneOf(PROTOCOLS_BEHIND), "http1", "\"http2\"", "HTTP version towards engines"),
     plain("sse_mode", Flag, "false", "true", "Shown again; streams are recognized"),
     plain("max_stream_duration_sec", I32, "0", "60", "Longest stream"),
     plain("backend_keepalive_interval_sec", I32, "0", "60", "Keep-alive towards engines"),
     plain("cb_enable", Flag, "false", "true", "Circuit breaker"),
     plain("session_header_name", Text, "", "\"X-Session\"", "Where a request names its session"),
-    of(Hashed, "chwbl_prefix_hash_level", Int(1, 3), "1", "2", "How much of a prompt sel 8 to 10 look at"),
-    of(Hashed, "chwbl_prefix_hash_flags", Int(0, 255), "0", "1", "What else of a request they look at"),
-    of(Hashed, "chwbl_mean_load_factor", Int(100, 300), "125", "150", "Load bound of sel 8, percent"),
-    of(Hashed, "chwbl_replication", Int(1, 1024), "100", "64", "Points per endpoint on the ring of sel 8"),
+    of(
+        Hashed,
+        "chwbl_prefix_hash_level",
+        int(&ranges::HASH_LEVEL),
+        "1",
+        "2",
+        "How much of a prompt sel 8 to 10 look at",
+    ),
+    of(Hashed, "chwbl_prefix_hash_flags", int(&ranges::HASH_FLAGS), "0", "1", "What else of a request they look at"),
+    of(Hashed, "chwbl_mean_load_factor", int(&ranges::HASH_LOAD_FACTOR), "125", "150", "Load bound of sel 8, percent"),
+    of(
+        Hashed,
+        "chwbl_replication",
+        int(&ranges::HASH_REPLICATION),
+        "100",
+        "64",
+        "Points per endpoint on the ring of sel 8",
+    ),
     plain("chwbl_enable_cache_salt", Flag, "false", "true", "Whether salts are told apart"),
     of(Pd, "pd_disagg_mode", Flag, "false", "true", "Prefill and decode pools"),
     of(Pd, "pd_cache_aware_mode", Flag, "false", "true", "Remember which prefill endpoint saw which text"),
     of(Pd, "pd_session_ttl_sec", I32, "300", "60", "Seconds that a conversation stays with its endpoints"),
-    of(Pd, "pd_session_max", Int(1, 1_048_576), "65536", "128", "Conversations that are remembered"),
-    of(PdAware, "pd_cache_threshold", Int(0, 100), "20", "50", "Part of a prompt that must match, percent"),
+    of(Pd, "pd_session_max", int(&ranges::SESSIONS), "65536", "128", "Conversations that are remembered"),
+    of(PdAware, "pd_cache_threshold", int(&ranges::PERCENT), "20", "50", "Part of a prompt that must match, percent"),
     of(
         PdAware,
         "pd_balance_abs_threshold",
-        Int(0, 255),
+        int(&ranges::BALANCE),
         "3",
         "5",
         "Difference in load beyond which a match is passed over",
@@ -208,16 +249,23 @@ pub const SERVICE: &[Member] = &[
     of(
         PdBypass,
         "pdBypassTokens",
-        Int(0, 1_048_576),
+        int(&ranges::BYPASS_TOKENS),
         "learned",
         "256",
         "Tokens that a decode engine may be left to compute",
     ),
     of(Pd, "pdNixlPush", Flag, "false", "true", "vLLM's prefill engines bring their blocks"),
     of(PdTrtllm, "pdAuthKeyFile", Text, "", "\"/dev/null/none\"", "File with the key that signs generation legs"),
-    of(PdSglang, "pdBootstrapPort", PORT, "8998", "8999", "Port at which SGLang's prefill engines meet decode engines"),
-    of(Kv, "kvExactMode", Int(0, 3), "0", "3", "Route by KV cache: 1 with P/D pools, 3 with one pool"),
-    of(Kv, "kvBlockSize", Int(1, 65_536), "16", "32", "Tokens per block"),
+    of(
+        PdSglang,
+        "pdBootstrapPort",
+        PORT_OR_NONE,
+        "8998",
+        "8999",
+        "Port at which SGLang's prefill engines meet decode engines",
+    ),
+    of(Kv, "kvExactMode", int(&ranges::EXACT_MODE), "0", "3", "Route by KV cache: 1 with P/D pools, 3 with one pool"),
+    of(Kv, "kvBlockSize", BLOCK_TOKENS, "16", "32", "Tokens per block"),
     of(
         Kv,
         "kvHashAlgo",
@@ -226,7 +274,7 @@ pub const SERVICE: &[Member] = &[
         "\"sha256_cbor\"",
         "How the engines hash blocks",
     ),
-    of(Kv, "kvZmqPort", Int(1, 65_535), "5557", "5560", "The engines' event port; rank r is at this + r"),
+    of(Kv, "kvZmqPort", PORT, "5557", "5560", "The engines' event port; rank r is at this + r"),
     of(Kv, "kvWarmupSec", I32, "30", "10", "A block counts from the moment it is announced"),
     of(
         Kv,
@@ -236,15 +284,8 @@ pub const SERVICE: &[Member] = &[
         "\"vllm\"",
         "Kind of the engines",
     ),
-    of(Kv, "kvDpRankCount", Int(0, 8), "1", "2", "Data-parallel ranks per endpoint"),
-    of(
-        Kv,
-        "kvExactApiMode",
-        OneOf(&["completions", "chat", "both", ""]),
-        "both",
-        "\"chat\"",
-        "Both are routed by KV cache",
-    ),
+    of(Kv, "kvDpRankCount", int(&ranges::RANKS), "1", "2", "Data-parallel ranks per endpoint"),
+    of(Kv, "kvExactApiMode", OneOf(API_MODES), "both", "\"chat\"", "Both are routed by KV cache"),
     of(Kv, "kvModelProfile", Text, "", "\"p\"", "Named profile of a model"),
     of(Kv, "kvNoneHashSeed", Text, "unset", "\"0\"", "The engines' PYTHONHASHSEED"),
     of(Kv, "kvChatTemplate", Text, "the model's", "\"/dev/null/none\"", "File with the engines' chat template"),
@@ -258,32 +299,61 @@ pub const SERVICE: &[Member] = &[
         "\"tokenize\"",
         "How engines are asked for a chat's ids",
     ),
-    of(Kv, "kvAdapters", Object, "", "{\"a\": {\"base\": \"m\"}}", "Adapters that the engines serve"),
-    of(Kv, "kvMinMatchTokens", Int(0, 4096), "16", "32", "Shorter prompts are not scored"),
     of(
         Kv,
-        "kvLbMode",
-        Text,
-        "hard",
-        "\"soft\"",
-        "How load is blended in: off, hard, soft, adaptive, adaptive-soft, ttft",
+        "kvSendPromptIds",
+        Flag,
+        "false",
+        "true",
+        "Hand a prompt's ids on to the engines, so that they need not tokenize it",
     ),
+    of(Kv, "kvAdapters", Object, "", "{\"a\": {\"base\": \"m\"}}", "Adapters that the engines serve"),
+    of(Kv, "kvMinMatchTokens", int(&ranges::MIN_MATCH), "16", "32", "Shorter prompts are not scored"),
+    of(Kv, "kvLbMode", OneOf(BLENDS), "hard", "\"soft\"", "How load is blended in"),
     plain("routeHeader", Flag, "false", "true", "Answers name the endpoint and why it was chosen"),
     plain("scrapeMetrics", Flag, "false", "true", "Read the engines' own metrics"),
-    of(Pd, "pd_trie_nodes_max", Int(64, 65_536), "32768", "1024", "Places of the tree of texts"),
-    of(Kv, "kvThroughput", Int(0, 1000), "200", "100", "Weight of an engine's speed in mode ttft, percent"),
-    of(Kv, "kvClaimMs", U32, "2000", "500", "How long what a request will have stored counts ahead; 0 = not at all"),
-    of(Kv, "kvLoadPenalty", Int(1, 100_000), "32", "64", "Weight of load in soft modes"),
-    of(Kv, "kvCapSumMilli", U32, "15284310", "10000000", "Reference capacity of adaptive modes"),
-    of(Kv, "kvZeroHitN", Int(1, 1_000_000), "50", "100", "Repeated prompts without a hit that are worth a warning"),
+    of(Pd, "pd_trie_nodes_max", int(&ranges::TRIE_NODES), "32768", "1024", "Places of the tree of texts"),
+    of(Kv, "kvThroughput", int(&ranges::THROUGHPUT), "200", "100", "Weight of an engine's speed in mode ttft, percent"),
+    of(
+        Kv,
+        "kvClaimMs",
+        int(&ranges::CLAIM_MS),
+        "2000",
+        "500",
+        "How long what a request will have stored counts ahead; 0 = not at all",
+    ),
+    of(Kv, "kvLoadPenalty", int(&ranges::LOAD_PENALTY), "32", "64", "Weight of load in soft modes"),
+    of(Kv, "kvCapSumMilli", int(&ranges::CAPACITY_SUM), "15284310", "10000000", "Reference capacity of adaptive modes"),
+    of(
+        Kv,
+        "kvZeroHitN",
+        int(&ranges::ZERO_HITS),
+        "50",
+        "100",
+        "Repeated prompts without a hit that are worth a warning",
+    ),
     of(Kv, "kvSpillRelief", Flag, "true", "false", "An overloaded winner gives way"),
-    of(Kv, "kvColdstartSeedN", Int(0, 1_000_000), "16", "8", "Every how many hits a cold endpoint is seeded"),
-    of(Kv, "kvColdstartMinBlocks", Int(0, 100_000_000), "16", "8", "An endpoint that holds fewer blocks is cold"),
-    of(Kv, "kvMeanLoadFactor", Int(100, 1000), "175", "150", "Load bound of a winner, percent of the mean"),
-    of(Kv, "kvReplayPortOffset", PORT, "1000", "0", "Replay port, counted from the event port"),
+    of(Kv, "kvColdstartSeedN", int(&ranges::SEED_EVERY), "16", "8", "Every how many hits a cold endpoint is seeded"),
+    of(
+        Kv,
+        "kvColdstartMinBlocks",
+        int(&ranges::SEED_MIN_BLOCKS),
+        "16",
+        "8",
+        "An endpoint that holds fewer blocks is cold",
+    ),
+    of(
+        Kv,
+        "kvMeanLoadFactor",
+        int(&ranges::MEAN_LOAD_FACTOR),
+        "175",
+        "150",
+        "Load bound of a winner, percent of the mean",
+    ),
+    of(Kv, "kvReplayPortOffset", PORT_OR_NONE, "1000", "0", "Replay port, counted from the event port"),
     of(Kv, "kvMediumWeights", Object, "0", "{\"cpu\": 50}", "Worth of blocks outside of device memory, percent"),
-    of(Trtllm, "kvTrtllmPollMinMs", Int(1, 10_000), "5", "6", "Shortest pause between two drains"),
-    of(Trtllm, "kvTrtllmPollMaxMs", Int(1, 10_000), "20", "30", "Longest pause between two drains"),
+    of(Trtllm, "kvTrtllmPollMinMs", int(&ranges::POLL_MS), "5", "6", "Shortest pause between two drains"),
+    of(Trtllm, "kvTrtllmPollMaxMs", int(&ranges::POLL_MS), "20", "30", "Longest pause between two drains"),
     plain(
         "engineTokenFile",
         Text,
@@ -302,22 +372,10 @@ pub const SERVICE: &[Member] = &[
     plain("backend_ca_cert_id", Text, "", "\"x\"", "TLS"),
     plain("backend_client_cert_id", Text, "", "\"x\"", "TLS"),
     plain("vip_qos_policy_id", Text, "", "\"x\"", "Quality of service of the address"),
-    plain(
-        "api_key_auth",
-        OneOf(&["disabled", "required", "jwt", "apikey-or-jwt", ""]),
-        "disabled",
-        "\"required\"",
-        "Clients' keys",
-    ),
+    plain("api_key_auth", OneOf(KEY_AUTHS), "disabled", "\"required\"", "Clients' keys"),
     plain("jwt_auth_profile", Text, "", "\"x\"", "Clients' tokens"),
-    plain(
-        "sockMapMode",
-        OneOf(&["off", "request", "response", "both", ""]),
-        "off",
-        "\"both\"",
-        "Splicing in the kernel",
-    ),
-    plain("fc_mode", OneOf(&["off", "observe", "enforce", "inherit", ""]), "off", "\"enforce\"", "Admission control"),
+    plain("sockMapMode", OneOf(SOCK_MAP_MODES), "off", "\"both\"", "Splicing in the kernel"),
+    plain("fc_mode", OneOf(FLOW_MODES), "off", "\"enforce\"", "Admission control"),
     plain("fc_max_outstanding", U32, "0", "1", "Admission control"),
     plain("fc_ep_max_inflight", U32, "0", "1", "Admission control"),
     plain("fc_prefill_max_inflight", U32, "0", "1", "Admission control"),
@@ -335,11 +393,11 @@ pub const SERVICE: &[Member] = &[
 /// Members of an element of `endpoints`.
 pub const ENDPOINT: &[Member] = &[
     plain("endpointIP", Text, "", "\"10.0.0.9\"", "The engine's address, or its DNS name"),
-    plain("targetPort", Int(1, 65_535), "", "8000", "Port that the engine listens at"),
-    plain("weight", Int(0, 65_535), "1", "2", "Share of what no cache decides; 0 drains"),
+    plain("targetPort", PORT, "", "8000", "Port that the engine listens at"),
+    plain("weight", int(&ranges::WEIGHT), "1", "2", "Share of what no cache decides; 0 drains"),
     plain("backup", Flag, "false", "true", "Used only when no other endpoint is up"),
-    of(Pd, "ep_role", Int(0, 2), "0", "1", "1 prefill, 2 decode, in P/D pools"),
-    of(Pd, "nixl_port", PORT, "0", "5600", "Port that is named to decode engines"),
+    of(Pd, "ep_role", int(&ranges::ROLE), "0", "1", "1 prefill, 2 decode, in P/D pools"),
+    of(Pd, "nixl_port", PORT_OR_NONE, "0", "5600", "Port that is named to decode engines"),
     of(Pd, "nixl_engine_id", Text, "", "\"e\"", "Name of a prefill engine that pushes its blocks"),
     of(Kv, "kvZmqPort", PORT, "the rule's", "5570", "The engine's event port"),
     of(Kv, "kvReplayPort", PORT, "by kvReplayPortOffset", "6570", "The engine's replay port"),
@@ -453,6 +511,9 @@ pub fn page() -> String {
 fn holds(kind: Kind) -> String {
     match kind {
         Int(min, max) => format!("{min} to {max}"),
+        IntOfEngine { usual, sglang } => {
+            format!("{} to {}; with sglang {} to {}", usual.0, usual.1, sglang.0, sglang.1)
+        }
         Flag => "true or false".to_owned(),
         Text => "text".to_owned(),
         OneOf(values) => {
@@ -476,6 +537,83 @@ mod tests {
         }
         let there = std::fs::read_to_string(&path).unwrap_or_default();
         assert!(there == page, "docs/options.md is old: run this test with KVLANE_WRITE_DOCS=1");
+    }
+
+    /// What the checks say of the option with a value, and whether they let it pass.
+    fn posted(member: &Member, of_endpoint: bool, value: &Value, engine: Option<&str>) -> Result<(), Vec<String>> {
+        let mut body = sample_body(member, of_endpoint);
+        if let Some(engine) = engine {
+            body["serviceArguments"]["kvEngineType"] = json!(engine);
+        }
+        let place = if of_endpoint { &mut body["endpoints"][0] } else { &mut body["serviceArguments"] };
+        place[member.name] = value.clone();
+        let node = from_json(body.to_string().as_bytes()).expect("JSON");
+        let about = |key: &str| key.rsplit('.').next().is_some_and(|last| last == member.name);
+        let checked = check_request(&node, &KvDefaults::default());
+        checked.map(|_| ()).map_err(|problems| {
+            let about = problems.iter().filter(|problem| about(&problem.key));
+            about.map(|problem| problem.message.clone()).collect()
+        })
+    }
+
+    #[test]
+    fn every_range_is_the_one_that_is_enforced() {
+        // Within the range and refused all the same, for a reason of their own.
+        let refused = |name: &str, value: i64| match name {
+            "mode" => value != 4,
+            "portMax" => value != 0,
+            _ => false,
+        };
+        let mut ranged = 0;
+        for (members, of_endpoint) in [(SERVICE, false), (ENDPOINT, true)] {
+            for member in members {
+                let ranges = match member.kind {
+                    Int(min, max) => vec![(min, max, None)],
+                    IntOfEngine { usual, sglang } => {
+                        vec![(usual.0, usual.1, Some("vllm")), (sglang.0, sglang.1, Some("sglang"))]
+                    }
+                    _ => continue,
+                };
+                let is_refused = outcome(member, of_endpoint).0 == Status::Refused;
+                for (min, max, engine) in ranges {
+                    ranged += 1;
+                    let of = |value: i64| posted(member, of_endpoint, &json!(value), engine);
+                    for value in [min, max] {
+                        let said = of(value).err().unwrap_or_default();
+                        let allowed = said.is_empty() || is_refused || refused(member.name, value);
+                        assert!(allowed, "{} {value}: {said:?}", member.name);
+                        assert!(!said.iter().any(|said| said.contains("within")), "{} {value}: {said:?}", member.name);
+                    }
+                    for value in [min - 1, max + 1] {
+                        let said = of(value).err().unwrap_or_default();
+                        assert!(said.iter().any(|said| said.contains("within")), "{} {value}: {said:?}", member.name);
+                    }
+                }
+            }
+        }
+        assert!(ranged > 50, "{ranged}");
+    }
+
+    #[test]
+    fn every_list_of_texts_is_the_one_that_is_enforced() {
+        for (members, of_endpoint) in [(SERVICE, false), (ENDPOINT, true)] {
+            for member in members {
+                let OneOf(texts) = member.kind else { continue };
+                let is_refused = outcome(member, of_endpoint).0 == Status::Refused;
+                let said = |text: &str| posted(member, of_endpoint, &json!(text), None).err().unwrap_or_default();
+                for text in texts {
+                    let said = said(text);
+                    assert!(!said.iter().any(|said| said.contains("none of")), "{} {text:?}: {said:?}", member.name);
+                    let of_another_engine = matches!(member.name, "kvHashAlgo" | "kvEngineType");
+                    let of_another_kind = matches!(member.name, "protocol" | "path_match_mode");
+                    let allowed = said.is_empty() || is_refused || of_another_engine || of_another_kind;
+                    assert!(allowed, "{} {text:?}: {said:?}", member.name);
+                }
+                assert!(!said("neither").is_empty(), "{}", member.name);
+            }
+        }
+        let blends: Vec<_> = shards::service::Blend::ALL.iter().map(|blend| blend.name()).chain([""]).collect();
+        assert_eq!(BLENDS, blends);
     }
 
     #[test]

@@ -22,6 +22,8 @@ pub struct StubEngine {
     /// A port for its events that nothing is bound to: it has none.
     pub event_port: u16,
     seen: Arc<Mutex<Vec<Seen>>>,
+    /// The other ends of its connections; none once it has stopped.
+    open: Arc<Mutex<Option<Vec<TcpStream>>>>,
 }
 
 impl StubEngine {
@@ -37,13 +39,29 @@ impl StubEngine {
         let address = listener.local_addr().expect("a bound socket has an address");
         let seen = Arc::new(Mutex::new(Vec::new()));
         let notes = Arc::clone(&seen);
+        let open = Arc::new(Mutex::new(Some(Vec::new())));
+        let connections = Arc::clone(&open);
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
+                let Some(open) = &mut *connections.lock().expect("no holder panics") else { return };
+                open.extend(stream.try_clone());
                 let (notes, persona) = (Arc::clone(&notes), Arc::clone(&persona));
                 std::thread::spawn(move || serve(stream, &notes, &persona));
             }
         });
-        StubEngine { address, event_port: super::free_port(), seen }
+        StubEngine { address, event_port: super::free_port(), seen, open }
+    }
+
+    /// Ends its connections, and refuses others from then on.
+    pub fn stop(&self) {
+        let open = self.open.lock().expect("no holder panics").take();
+        for connection in open.into_iter().flatten() {
+            // One that has ended already may say so.
+            let _ended = connection.shutdown(std::net::Shutdown::Both);
+        }
+        // Wakes the thread that accepts.
+        drop(TcpStream::connect(self.address));
+        super::wait_for("the stub refuses connections", || TcpStream::connect(self.address).err());
     }
 
     /// What has arrived so far.

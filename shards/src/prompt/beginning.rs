@@ -7,8 +7,6 @@ use xxhash_rust::xxh64::Xxh64;
 use super::body::BodyView;
 use crate::service::PrefixHashing;
 
-/// Bytes of a prompt or a user's message that count where there is no system prompt, or the level is 2.
-const BEGIN_BYTES: usize = 256;
 /// Bytes of it that count at level 3.
 const MORE_BYTES: usize = 4096;
 /// Bytes of a list of messages in which its first ones are looked for. Where they are longer, the list counts by its first
@@ -40,7 +38,7 @@ impl<'a> BodyView<'a> {
 
     /// A hash of how the prompt begins, XXH64; none where there is no prompt.
     ///
-    /// Level 1 is the system prompt or, without one, the first 256 bytes of what the user says; level 2 is both; level 3
+    /// Level 1 is the system prompt or, without one, the first bytes of what the user says (256 unless told); level 2 is both; level 3
     /// takes 4,096 of those bytes. Of the flags, those of images and audio change nothing: their bytes stand in messages
     /// that count as they are.
     #[must_use]
@@ -63,7 +61,7 @@ impl<'a> BodyView<'a> {
         }
         let user_bytes = match hashing.level {
             0 | 1 if system_counts.is_some() => 0,
-            0..=2 => BEGIN_BYTES,
+            0..=2 => hashing.user_bytes.into(),
             _ => MORE_BYTES,
         };
         if user_bytes > 0 {

@@ -2,6 +2,7 @@
 
 mod outcome;
 
+use std::cell::Cell;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
@@ -125,11 +126,14 @@ async fn serve(
         began: false,
         status: 0,
         tail: None,
+        uncounted: Cell::default(),
+        seed_tick: Cell::default(),
     };
     let outcome = match &local.service.pd {
         Some(pd) => Errand { attempt: &attempt, pd, score: &score, stream }.carry(client).await,
         None => attempt.run(client, &score).await,
     };
+    attempt.close(&score);
     let request = attempt.request;
     end(proxy, local, client, request, outcome).await
 }
@@ -255,6 +259,8 @@ struct Sent<'a> {
     rank: Option<Rank>,
     /// The ids of its prompt as a JSON list, where the rule hands them on.
     ids: Option<&'a [u8]>,
+    /// What its decision stood on.
+    score: &'a Score,
 }
 
 impl Sent<'_> {
@@ -297,6 +303,10 @@ pub(super) struct Attempt<'a> {
     status: u16,
     /// The end of its body, where somebody wants to know what it says.
     tail: Option<Tail>,
+    /// The decision that was carried out last, until it is counted.
+    uncounted: Cell<Option<Decision>>,
+    /// The number among the seed's hits that a decision has drawn, until one that has it is counted.
+    seed_tick: Cell<Option<u64>>,
 }
 
 impl Attempt<'_> {
@@ -320,12 +330,12 @@ impl Attempt<'_> {
                 None => self.connect(client, endpoint, pool).await?,
             };
             if connected.is_some() {
-                self.count_decision(score, &decision);
+                self.dispatched(&decision);
                 self.known.sent(self.proxy, self.local, Pin { prefill: decision.endpoint, decode: None });
             }
             while let Some(upstream) = connected.take() {
                 let reused = upstream.reused;
-                let sent = Sent { reservation: &mut reservation, uncached, rank, ids: score.ids() };
+                let sent = Sent { reservation: &mut reservation, uncached, rank, ids: score.ids(), score };
                 match self.forward(client, endpoint, pool, upstream, sent).await {
                     Ok(next) => {
                         if self.status == 200 {
@@ -373,9 +383,14 @@ impl Attempt<'_> {
         let claiming = Claiming::of(&self.proxy.claims, &self.local.service, score, body);
         let claims = claiming.as_ref().map(Claiming::found).unwrap_or_default();
         let speculative_tokens = self.guessed_tokens();
-        let facts =
-            Facts { speculative_tokens, claims: &claims, ..self.known.facts(self.proxy, self.local, evidence, tried) };
+        let facts = Facts {
+            speculative_tokens,
+            claims: &claims,
+            seed_tick: self.seed_tick.get(),
+            ..self.known.facts(self.proxy, self.local, evidence, tried)
+        };
         let decision = route::decide(&self.local.service, &facts, &mut chooser)?;
+        self.seed_tick.set(decision.seed_tick.or(self.seed_tick.get()));
         // Before anything is awaited: the next decision must see it.
         claiming.inspect(|claiming| claiming.claim(&decision));
         Some(decision)
@@ -434,6 +449,7 @@ impl Attempt<'_> {
         }
         self.began = true;
         self.status = begun.head.status;
+        self.settle(sent.score);
         if endpoint.shared.answered(self.status, self.local.service.proxy.breaker_errors) {
             trip(proxy.id, &self.local.service, endpoint, ERRORS_IN_A_ROW);
         }

@@ -128,6 +128,8 @@ pub struct Decision {
     pub spilled_from: Option<EndpointIndex>,
     /// The winner that cold seeding passed over.
     pub seeded_from: Option<EndpointIndex>,
+    /// Its number among the hits that seeding counts, where it is one of them.
+    pub seed_tick: Option<u64>,
     /// The load it saw.
     pub terms: Terms,
 }
@@ -148,6 +150,7 @@ impl Decision {
             miss: None,
             spilled_from: None,
             seeded_from: None,
+            seed_tick: None,
             terms: Terms::default(),
         }
     }

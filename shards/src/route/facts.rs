@@ -40,6 +40,9 @@ pub struct Facts<'a> {
     pub claims: &'a [Claimed],
     /// Tokens of its prompt as far as they can be guessed, where the evidence does not say; 0 = nothing is known.
     pub speculative_tokens: u64,
+    /// Its number among the hits that seeding counts, where an earlier decision that was not carried out has drawn it: a
+    /// request is counted once.
+    pub seed_tick: Option<u64>,
 }
 
 impl<'a> Facts<'a> {
@@ -56,6 +59,7 @@ impl<'a> Facts<'a> {
             trie: None,
             claims: &[],
             speculative_tokens: 0,
+            seed_tick: None,
         }
     }
 

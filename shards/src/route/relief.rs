@@ -34,12 +34,19 @@ pub(super) fn foreseen(factor: u32, winner: usize, most: u64, rows: &Rows) -> us
     cheapest.filter(|place| rows.key[*place] + ALIKE_US < rows.key[relieving]).unwrap_or(winner)
 }
 
-/// The cold endpoint whose turn this hit is, if it is one's. Counts the hit.
-pub(super) fn seed(shared: &ServiceShared, kv: &KvExact, winner: usize, rows: &Rows) -> Option<usize> {
+/// The number of this hit among those while a candidate other than the winner is cold, and the first such candidate where
+/// it is its turn. The hit is counted, unless an earlier decision for the same request has `drawn` its number.
+pub(super) fn seed(
+    shared: &ServiceShared,
+    kv: &KvExact,
+    winner: usize,
+    drawn: Option<u64>,
+    rows: &Rows,
+) -> Option<(u64, Option<usize>)> {
     if kv.seed_every == 0 {
         return None;
     }
     let cold = rows.cold.into_iter().flatten().find(|place| *place != winner)?;
-    let tick = shared.seed_ticks.fetch_add(1, Ordering::Relaxed) + 1;
-    tick.is_multiple_of(u64::from(kv.seed_every)).then_some(cold)
+    let tick = drawn.unwrap_or_else(|| shared.seed_ticks.fetch_add(1, Ordering::Relaxed) + 1);
+    Some((tick, tick.is_multiple_of(u64::from(kv.seed_every)).then_some(cold)))
 }

@@ -4,8 +4,8 @@ use std::cell::Cell;
 
 use super::ttft::Busy;
 use crate::ids::{EndpointIndex, ShardId};
-use crate::load::{Load, Packed, View};
-use crate::service::{Endpoint, Role, Service};
+use crate::load::{Load, LoadSlot, Packed, View};
+use crate::service::{Edition, Role, Service, magnitude};
 
 /// Most blocks that an engine's cache counts as; more would only be a lie, or beyond what multiplies without overflow.
 pub(super) const CAPACITY_MAX: u32 = 8_000_000;
@@ -82,9 +82,23 @@ pub(super) fn pair(first: impl Into<u64>, second: impl Into<u64>) -> u128 {
     u128::from(first.into()) << 64 | u128::from(second.into())
 }
 
+/// What says who is a candidate, but for what the request at hand has tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Standing {
+    edition: Edition,
+    role: Role,
+    backups: bool,
+    /// An endpoint that holds fewer blocks is cold.
+    cold_below: u64,
+}
+
 /// The endpoints of a service by index, a column per property.
+///
+/// **Invariant.** What `kept` names is what candidates, slots, capacities and their sums, and who may be cold, were read at:
+/// while it is the same, so are they. It is none where one request's own view of them stands there.
 #[derive(Debug, Default)]
 pub(super) struct Rows {
+    kept: Option<Standing>,
     /// Whether it may be chosen.
     pub(super) candidate: Vec<bool>,
     /// Requests in flight.
@@ -93,6 +107,10 @@ pub(super) struct Rows {
     flight: Vec<Packed>,
     /// Blocks of its engine's cache, at most `CAPACITY_MAX`; 0 = not known.
     capacity: Vec<u32>,
+    /// Where its load stands.
+    slot: Vec<LoadSlot>,
+    /// Candidates that hold so little that they may be cold.
+    maybe_cold: Vec<u16>,
     /// What the best of its runs is worth, in hundredths of a token in device memory.
     pub(super) worth: Vec<u64>,
     /// Place of that run among the request's runs.
@@ -129,61 +147,83 @@ impl Rows {
         }
     }
 
-    /// What every one of hundreds of endpoints costs is what counts here: what is read of one stands side by side with
-    /// that of the next, columns have their length before, and are added up afterwards, many at once.
+    /// What every one of hundreds of endpoints costs is what counts here. Who is a candidate changes seldom, and is kept;
+    /// loads are read anew, and added up afterwards, many at once.
     fn read(&mut self, service: &Service, tried: &[EndpointIndex], loads: View<'_>) {
+        let standing = Standing {
+            edition: service.endpoints.edition(),
+            role: self.role,
+            backups: self.backups,
+            // A floor of 0 means that only an empty endpoint is cold.
+            cold_below: service.kv.as_ref().map_or(0, |kv| u64::from(kv.seed_min_blocks.max(1))),
+        };
+        if self.kept != Some(standing) {
+            self.read_standing(service, &standing);
+        }
+        // What one request has tried is left out for that request alone.
+        self.kept = tried.is_empty().then_some(standing);
+        self.leave_out(tried);
+        self.worth.clear();
+        self.worth.resize(self.candidate.len(), 0);
+        self.holders.clear();
+        let flight = |(slot, candidate): (&LoadSlot, &bool)| loads.packed(*slot).only_if(*candidate);
+        self.flight.clear();
+        self.flight.extend(self.slot.iter().zip(&self.candidate).map(flight));
+        self.load.clear();
+        self.load.extend(self.flight.iter().map(|flight| flight.requests()));
+        self.total = self.load.iter().map(|load| u64::from(*load)).sum();
+        self.find_cold(service, standing.cold_below);
+    }
+
+    /// Who is a candidate, where its load stands, what its cache holds at most, and who may be cold.
+    fn read_standing(&mut self, service: &Service, standing: &Standing) {
+        let Standing { role, backups, cold_below, .. } = *standing;
         let count = service.endpoints.len();
         self.candidate.resize(count, false);
         self.capacity.resize(count, 0);
+        self.slot.resize(count, LoadSlot(0));
         self.run.resize(count, 0);
-        self.worth.clear();
-        self.worth.resize(count, 0);
-        self.holders.clear();
-        self.read_vitals(service, tried);
-        let with_candidate = service.endpoints.iter().zip(&self.candidate);
-        let flight = |(endpoint, candidate): (&Endpoint, &bool)| {
-            if *candidate { loads.packed(endpoint.vitals.slot()) } else { Packed::default() }
-        };
-        self.flight.clear();
-        self.flight.extend(with_candidate.map(flight));
-        self.load.clear();
-        self.load.extend(self.flight.iter().map(|flight| flight.requests()));
+        self.maybe_cold.clear();
+        for (place, endpoint) in service.endpoints.iter().enumerate() {
+            let cell = endpoint.vitals.cell();
+            let candidate = endpoint.is_candidate() && endpoint.role == role && endpoint.backup == backups;
+            self.candidate[place] = candidate;
+            self.capacity[place] = if candidate { cell.cache_blocks().min(CAPACITY_MAX) } else { 0 };
+            self.slot[place] = endpoint.vitals.slot();
+            if candidate && magnitude(cell.kv_blocks()) <= magnitude(cold_below) {
+                self.maybe_cold.push(place as u16);
+            }
+        }
         self.sum_up();
     }
 
-    /// Who is a candidate, what its cache holds at most, and who is cold.
-    fn read_vitals(&mut self, service: &Service, tried: &[EndpointIndex]) {
-        // A floor of 0 means that only an empty endpoint is cold.
-        let floor = service.kv.as_ref().map_or(0, |kv| u64::from(kv.seed_min_blocks.max(1)));
-        let (role, backups) = (self.role, self.backups);
-        let columns = self.candidate.iter_mut().zip(&mut self.capacity);
-        let (mut cold, mut found) = ([None; 2], 0);
-        for (place, (endpoint, (candidate, capacity))) in service.endpoints.iter().zip(columns).enumerate() {
-            let cell = endpoint.vitals.cell();
-            // Everything is looked at: what could be left out takes no longer than a branch.
-            let in_use = !endpoint.retired & (endpoint.weight > 0) & cell.is_up();
-            *candidate = in_use & (endpoint.role == role) & (endpoint.backup == backups);
-            *capacity = if *candidate { cell.cache_blocks().min(CAPACITY_MAX) } else { 0 };
-            if *candidate & (cell.kv_blocks() < floor) && found < 2 && !tried.iter().any(|tried| tried.index() == place)
-            {
-                cold[found] = Some(place);
-                found += 1;
-            }
+    /// Takes out who has refused the request.
+    fn leave_out(&mut self, tried: &[EndpointIndex]) {
+        if tried.is_empty() {
+            return;
         }
-        self.cold = cold;
-        for tried in tried.iter().map(|tried| tried.index()).filter(|place| *place < service.endpoints.len()) {
-            (self.candidate[tried], self.capacity[tried]) = (false, 0);
+        let count = self.candidate.len();
+        for place in tried.iter().map(|tried| tried.index()).filter(|place| *place < count) {
+            (self.candidate[place], self.capacity[place]) = (false, 0);
         }
+        self.maybe_cold.retain(|place| self.candidate[usize::from(*place)]);
+        self.sum_up();
     }
 
     /// Adds up the columns, in which what is no candidate has nothing.
     fn sum_up(&mut self) {
         self.candidates = self.candidate.iter().map(|candidate| u32::from(*candidate)).sum();
-        self.total = self.load.iter().map(|load| u64::from(*load)).sum();
         let known: u32 = self.capacity.iter().map(|blocks| u32::from(*blocks > 0)).sum();
         let known_sum: u64 = self.capacity.iter().map(|blocks| u64::from(*blocks)).sum();
         self.capacity_else = known_sum.checked_div(known.into()).unwrap_or(1);
         self.capacity_sum = known_sum + u64::from(self.candidates - known) * self.capacity_else;
+    }
+
+    /// Who of those that may be cold is.
+    fn find_cold(&mut self, service: &Service, below: u64) {
+        let places = self.maybe_cold.iter().map(|place| usize::from(*place));
+        let mut cold = places.filter(|place| service.endpoints[*place].vitals.cell().kv_blocks() < below);
+        self.cold = [cold.next(), cold.next()];
     }
 
     /// What is in flight at a candidate, by what it waits for.
@@ -258,5 +298,77 @@ impl Caps {
         let cap = (self.share * own).div_ceil(self.all).max(1);
         self.last.set((own, cap));
         cap
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::block::{Contract, FIXED_SEED, HashAlgo, NoneHash};
+    use crate::ids::ServiceId;
+    use crate::inventory;
+    use crate::load::LoadTable;
+    use crate::service::{Endpoint, EndpointShared, KvExact};
+
+    const ENDPOINTS: u16 = 5;
+
+    fn service() -> Service {
+        let (_, readers) = inventory::new(&inventory::Options { blocks_expected: 1 });
+        let contract = Contract::vllm(NoneHash::from_seed(HashAlgo::Sha256Cbor, FIXED_SEED));
+        let endpoint = |index: u16| {
+            let shared = EndpointShared::new(EndpointIndex(index), LoadSlot(u32::from(ENDPOINTS - 1 - index)), 1);
+            Endpoint::at(([127, 0, 0, 1], 9_000 + index).into(), shared)
+        };
+        Service {
+            kv: Some(KvExact::with_defaults(16, contract, readers)),
+            ..Service::plain(ServiceId(0), ([127, 0, 0, 1], 80).into(), (0..ENDPOINTS).map(endpoint).collect(), 1)
+        }
+    }
+
+    /// All that is read of the endpoints, but for what `kept` allows to be older.
+    fn seen(rows: &Rows) -> impl PartialEq + std::fmt::Debug + use<> {
+        let columns = (rows.candidate.clone(), rows.load.clone(), rows.flight.clone(), rows.capacity.clone());
+        let sums = (rows.candidates, rows.total, rows.capacity_else, rows.capacity_sum);
+        (columns, sums, rows.cold, rows.backups, rows.worth.clone())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn what_is_kept_from_decision_to_decision_is_what_would_be_read_anew(
+            steps in prop::collection::vec((0_u8..11, 0..ENDPOINTS, 0_u32..40), 1..60),
+        ) {
+            let mut service = service();
+            let loads = Arc::new(LoadTable::new(1, ENDPOINTS.into()));
+            let (mut kept, mut in_flight, mut role) = (Rows::default(), Vec::new(), Role::Normal);
+            for (step, index, value) in steps {
+                let mut tried = Vec::new();
+                let place = usize::from(index);
+                let shared = Arc::clone(&service.endpoints[place].shared);
+                match step {
+                    0 => _ = shared.mark_down(),
+                    1 => _ = shared.mark_up(),
+                    2 => shared.set_kv_blocks(value.into()),
+                    3 => shared.set_cache_blocks(Some(value)),
+                    4 => service.endpoints[place].weight = value % 2,
+                    5 => service.endpoints[place].backup = value % 2 == 0,
+                    6 => service.endpoints[place].retired = value % 2 == 0,
+                    7 => role = if value % 2 == 0 { Role::Prefill } else { Role::Normal },
+                    8 => in_flight.push(loads.reserve(ShardId(0), LoadSlot(index.into()), value.into())),
+                    9 => service.kv.as_mut().expect("it has one").seed_min_blocks = value,
+                    _ => tried = vec![EndpointIndex(index), EndpointIndex(ENDPOINTS + 1)],
+                }
+                let mut anew = Rows::default();
+                for rows in [&mut kept, &mut anew] {
+                    rows.fill(&service, role, &tried, loads.view(ShardId(0)));
+                }
+                prop_assert_eq!(seen(&kept), seen(&anew));
+            }
+        }
     }
 }

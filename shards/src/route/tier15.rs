@@ -63,10 +63,13 @@ pub(super) fn decide(
     decision.best_tokens = blend::best(most, rows).map_or(0, |place| prompt.hit_at(place, rows).1);
     // What has nothing yet at the claimed endpoint is no hit, and is neither counted nor diverted.
     if decision.tier == Tier::KvExact
-        && let Some(cold) = seed(&service.shared, kv, winner, rows)
+        && let Some((tick, turn_of)) = seed(&service.shared, kv, winner, facts.seed_tick, rows)
     {
-        let seeded_from = Some(EndpointIndex(winner as u16));
-        decision = Decision { seeded_from, reason: Reason::Seed, ..prompt.moved(decision, cold, rows) };
+        decision.seed_tick = Some(tick);
+        if let Some(cold) = turn_of {
+            let seeded_from = Some(EndpointIndex(winner as u16));
+            decision = Decision { seeded_from, reason: Reason::Seed, ..prompt.moved(decision, cold, rows) };
+        }
     }
     if kv.ranks > 1 && decision.reason != Reason::Claim {
         decision.rank = prompt.rank_in_turn(decision.endpoint.index(), rows, ties);

@@ -93,11 +93,14 @@ pub struct PrefixHashing {
     pub mean_load_factor: u16,
     /// Points of one endpoint on the ring (`chwbl_replication`), 1 to 1,024.
     pub replication: u16,
+    /// Bytes of a prompt, or of a user's first message, that count where there is no system prompt or the level is 2
+    /// (`LLB_LLM_USER_PREFIX_FALLBACK_LEN`), 1 to 4,096.
+    pub user_bytes: u16,
 }
 
 impl Default for PrefixHashing {
     fn default() -> Self {
-        PrefixHashing { level: 1, flags: 0, mean_load_factor: 125, replication: 100 }
+        PrefixHashing { level: 1, flags: 0, mean_load_factor: 125, replication: 100, user_bytes: 256 }
     }
 }
 

@@ -10,6 +10,28 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crate::load::LoadSlot;
 
+/// Counts the changes of all vitals of the process that what is kept of them may depend on; on a line of its own.
+#[repr(align(128))]
+struct Changes(AtomicU64);
+
+static CHANGES: Changes = Changes(AtomicU64::new(0));
+
+/// Counted after the change: who sees the count sees the change.
+fn note_change() {
+    CHANGES.0.fetch_add(1, Ordering::Release);
+}
+
+/// How often vitals of the process have changed. Who finds the same number later than it read some vitals would find the same
+/// of them: whether they are up, the blocks of the cache, and the [`magnitude`] of what is held.
+pub(super) fn changes() -> u64 {
+    CHANGES.0.load(Ordering::Acquire)
+}
+
+/// Binary digits of a number of blocks: they seldom change where the number does all the time.
+pub(crate) fn magnitude(blocks: u64) -> u32 {
+    u64::BITS - blocks.leading_zeros()
+}
+
 /// Places for the vitals of a process's endpoints, one for each place of the load table.
 #[derive(Clone, Debug)]
 pub struct Board(Arc<[Cell]>);
@@ -43,6 +65,7 @@ impl Cell {
         self.kv_blocks.store(0, Ordering::Relaxed);
         self.cache_blocks.store(0, Ordering::Relaxed);
         self.up.store(true, Ordering::Relaxed);
+        note_change();
     }
 }
 
@@ -100,15 +123,24 @@ impl Vitals {
 
     /// Says whether requests may go there; whether they might before.
     pub(super) fn set_up(&self, up: bool) -> bool {
-        self.cell().up.swap(up, Ordering::Relaxed)
+        let before = self.cell().up.swap(up, Ordering::Relaxed);
+        if before != up {
+            note_change();
+        }
+        before
     }
 
     pub(super) fn set_kv_blocks(&self, blocks: u64) {
-        self.cell().kv_blocks.store(blocks, Ordering::Relaxed);
+        let before = self.cell().kv_blocks.swap(blocks, Ordering::Relaxed);
+        if magnitude(before) != magnitude(blocks) {
+            note_change();
+        }
     }
 
     pub(super) fn set_cache_blocks(&self, blocks: u32) {
-        self.cell().cache_blocks.store(blocks, Ordering::Relaxed);
+        if self.cell().cache_blocks.swap(blocks, Ordering::Relaxed) != blocks {
+            note_change();
+        }
     }
 }
 

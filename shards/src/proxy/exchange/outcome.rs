@@ -102,8 +102,31 @@ impl Attempt<'_> {
         }
     }
 
-    /// Counts a decision that is carried out.
-    pub(in crate::proxy) fn count_decision(&self, score: &Score, decision: &Decision) {
+    /// The request goes to the decision's endpoint. It is counted when its answer begins, and not if it goes elsewhere
+    /// before that: a request counts once.
+    pub(in crate::proxy) fn dispatched(&self, decision: &Decision) {
+        self.uncounted.set(Some(decision.clone()));
+    }
+
+    /// Counts the decision that the request went by, if that has not been done: its answer has begun.
+    pub(in crate::proxy) fn settle(&self, score: &Score) {
+        if let Some(decision) = self.uncounted.take() {
+            if decision.seed_tick.is_some() {
+                self.seed_tick.set(None);
+            }
+            self.count_decision(score, &decision);
+        }
+    }
+
+    /// The request is over: what was sent counts, with or without an answer, and what was not is undone.
+    pub(super) fn close(&self, score: &Score) {
+        self.settle(score);
+        if let Some(tick) = self.seed_tick.take() {
+            self.local.service.shared.undo_seed_tick(tick);
+        }
+    }
+
+    fn count_decision(&self, score: &Score, decision: &Decision) {
         let service = &self.local.service;
         let shared = service.shared.stats_of(self.proxy.id);
         count(&shared.tiers[decision.tier as usize]);

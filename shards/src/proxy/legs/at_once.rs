@@ -70,6 +70,7 @@ impl Task<'_, '_> {
                 errand.attempt.local.pools[decode.index()].put(to_decode, keep);
                 continue;
             };
+            errand.attempt.dispatched(&decision);
             errand.sent(&decision, decode);
             let (first, second) = self.messages(&decision, decode).await?;
             let side: Rc<Side> = Rc::default();

@@ -56,6 +56,7 @@ impl Task<'_, '_> {
                 Prefilled::Refused(whole) => return errand.pass_on(client, &whole).await,
                 Prefilled::Done(whole, time) => {
                     drop(place);
+                    errand.attempt.settle(errand.score);
                     errand.sent(&decision, decode);
                     let reservation = RefCell::new(reservation);
                     let after = After { decision, decode, reservation, id, whole, time };
@@ -80,6 +81,7 @@ impl Task<'_, '_> {
             tried.prefill.push(index);
             return Ok(Prefilled::Again);
         };
+        errand.attempt.dispatched(decision);
         let counted = Counted::begin(errand, true);
         let mut retried = false;
         loop {

@@ -178,9 +178,8 @@ impl Errand<'_> {
         Failure::Close
     }
 
-    /// A pair of endpoints has the request, or will have it: what is counted and remembered of that.
+    /// A pair of endpoints has the request, or will have it: what is remembered of that.
     fn sent(&self, decision: &Decision, decode: EndpointIndex) {
-        self.attempt.count_decision(self.score, decision);
         let pin = Pin { prefill: decision.endpoint, decode: Some(decode) };
         self.attempt.known.sent(self.proxy(), self.attempt.local, pin);
     }

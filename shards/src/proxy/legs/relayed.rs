@@ -162,6 +162,7 @@ impl Errand<'_> {
         }
         // Only now: an engine is not to blame for what the other did.
         self.heard(endpoint, status);
+        self.attempt.settle(self.score);
         if status >= 300 {
             // Nobody comes for what the other leg computes.
             client.set_companion(None);

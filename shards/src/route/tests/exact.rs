@@ -286,6 +286,32 @@ fn seeding_counts_hits_only_while_another_candidate_is_cold() {
 }
 
 #[test]
+fn a_request_that_decides_again_keeps_its_number_and_one_that_came_to_nothing_gives_it_back() {
+    let mut fleet = Fleet::new(4).cold(2, 0).kv(|kv| kv.seed_every = 2);
+    let runs = [run(0, 0, 9), run(1, 0, 9)];
+    let evidence = Evidence::Scored { prompt_tokens: LONG, runs: &runs };
+    let mut go = |tried: &[EndpointIndex], seed_tick| {
+        let decision = fleet.with_facts(&Facts { tried, seed_tick, ..Facts::of(evidence) }).expect("candidates");
+        let ticks = fleet.service.shared.seed_ticks.load(Ordering::Relaxed);
+        (decision.endpoint.0, decision.seed_tick, ticks)
+    };
+    let (first, tick, _) = go(&[], None);
+    assert_eq!(tick, Some(1));
+    // The other holder refuses nothing: it is the first hit still, not the second.
+    let tried = [EndpointIndex(first)];
+    assert_eq!(go(&tried, tick), (1 - first, Some(1), 1));
+    // The second is seeded, whoever refused it before; with nobody cold left it draws nothing and loses nothing.
+    assert_eq!(go(&tried, None), (2, Some(2), 2));
+    let (_, tick, ticks) = go(&[tried[0], EndpointIndex(2)], Some(2));
+    assert_eq!((tick, ticks), (None, 2));
+    let shared = &fleet.service.shared;
+    shared.undo_seed_tick(1);
+    assert_eq!(shared.seed_ticks.load(Ordering::Relaxed), 2, "a later one has been drawn");
+    shared.undo_seed_tick(2);
+    assert_eq!(shared.seed_ticks.load(Ordering::Relaxed), 1);
+}
+
+#[test]
 fn a_hit_that_spilled_can_still_be_the_seeded_one() {
     let mut fleet = Fleet::new(3).loads(&[4, 0, 1]).cold(2, 0).kv(|kv| (kv.spill_relief, kv.seed_every) = (true, 2));
     let spilled = Brief { rank: None, spilled_from: Some(EndpointIndex(0)), ..hit(1, 0) };
