@@ -5,6 +5,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tracing_subscriber::EnvFilter;
 
+/// Has panics told in the log: where, and their text where it stands in the program. One that was put together may quote a
+/// prompt: a cut inside a character tells the whole text.
+pub fn tell_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let text = panic.payload().downcast_ref::<&'static str>();
+        let text = text.copied().unwrap_or("its text may quote a request and is not told");
+        let thread = std::thread::current().name().unwrap_or("-").to_owned();
+        let at = panic.location().map(ToString::to_string);
+        let trace = std::backtrace::Backtrace::capture();
+        let trace = (trace.status() == std::backtrace::BacktraceStatus::Captured).then(|| trace.to_string());
+        tracing::error!(thread, at, text, trace, "panic");
+    }));
+}
+
 /// Changes what is logged; none of it for a process whose log is another's.
 #[derive(Clone, Default)]
 pub struct LogSwitch {

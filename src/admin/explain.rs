@@ -46,7 +46,8 @@ pub(super) async fn explain(State(context): State<Context>, Asked(query): Asked,
     let story = tokio::task::spawn_blocking(move || tell(&control, &entry, &models, &path, &model, &body)).await;
     match story {
         Ok(story) => Json(story).into_response(),
-        Err(error) => refusal(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+        // Its text may quote the request.
+        Err(_) => refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request could not be looked at: see the log"),
     }
 }
 

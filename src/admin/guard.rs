@@ -150,7 +150,7 @@ fn allowed(tokens: Option<&Tokens>, request: &Request, changes: bool) -> Result<
 }
 
 /// The token of a request, with or without the word before it: the reference's older client sends it bare.
-fn token_of(headers: &HeaderMap) -> Option<&str> {
+pub(super) fn token_of(headers: &HeaderMap) -> Option<&str> {
     let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?.trim();
     let (word, rest) = value.split_once(' ').unwrap_or((value, ""));
     let token = if word.eq_ignore_ascii_case("bearer") { rest.trim() } else { value };

@@ -120,6 +120,7 @@ impl Collector for Source {
         super::metrics_pd::encode(&mut families, &view)?;
         cascade(&mut families, &view, &self.control)?;
         self.control.ingest.encode(&mut families)?;
+        self.control.models.encode(&mut families)?;
         for_shards(&mut families, &view)
     }
 }

@@ -24,6 +24,7 @@ mod process;
 mod routes;
 mod rule_path;
 mod rules;
+mod secrets;
 mod settings;
 mod snapshot;
 mod status;

@@ -18,10 +18,11 @@ use super::addresses::is_held;
 use super::answers::{not_applied, refusal, success};
 use super::ask::Asked;
 use super::rule_path::{Names, Taken, named, no_rule, taken};
+use super::secrets::Sees;
 use super::time::rfc3339;
 
 /// A rule as one element of `lbAttr`.
-pub(super) fn shown(entry: &Entry) -> Value {
+fn shown(entry: &Entry, sees: Sees) -> Value {
     let up: Vec<bool> = entry.in_rule().map(|place| place.address.is_some() && place.shared.is_up()).collect();
     let mut value = readback(&entry.rule, entry.id, &up);
     for (endpoint, place) in value["endpoints"].as_array_mut().into_iter().flatten().zip(entry.in_rule()) {
@@ -35,11 +36,11 @@ pub(super) fn shown(entry: &Entry) -> Value {
     if !is_held(entry.rule.key.ip) {
         value["serviceArguments"]["warnings"] = json!(["address not on host"]);
     }
-    value
+    sees.of(value)
 }
 
-pub(super) async fn list(State(context): State<Context>) -> Response {
-    let rules: Vec<Value> = context.control.view().entries.iter().map(|entry| shown(entry)).collect();
+pub(super) async fn list(State(context): State<Context>, sees: Sees) -> Response {
+    let rules: Vec<Value> = context.control.view().entries.iter().map(|entry| shown(entry, sees)).collect();
     Json(json!({ "lbAttr": rules })).into_response()
 }
 
@@ -56,25 +57,30 @@ fn answer(result: Result<Value, Box<Response>>) -> Response {
     }
 }
 
-pub(super) async fn get_key(State(context): State<Context>, path: Taken<Names>, Asked(query): Asked) -> Response {
-    answer(named(path, &query).and_then(|key| find(&context, &key)).map(|entry| shown(&entry)))
+pub(super) async fn get_key(
+    State(context): State<Context>,
+    sees: Sees,
+    path: Taken<Names>,
+    Asked(query): Asked,
+) -> Response {
+    answer(named(path, &query).and_then(|key| find(&context, &key)).map(|entry| shown(&entry, sees)))
 }
 
-pub(super) async fn get_id(State(context): State<Context>, id: Taken<String>) -> Response {
+pub(super) async fn get_id(State(context): State<Context>, sees: Sees, id: Taken<String>) -> Response {
     let find = |id: String| {
         let view = context.control.view();
-        let found = view.entries.iter().find(|entry| *entry.uuid == *id).map(|entry| shown(entry));
+        let found = view.entries.iter().find(|entry| *entry.uuid == *id).map(|entry| shown(entry, sees));
         found.ok_or_else(|| Box::new(no_rule(&format!("id {id}"))))
     };
     answer(taken(id).and_then(find))
 }
 
 /// Every rule of a name.
-pub(super) async fn get_name(State(context): State<Context>, name: Taken<String>) -> Response {
+pub(super) async fn get_name(State(context): State<Context>, sees: Sees, name: Taken<String>) -> Response {
     answer(taken(name).map(|name| {
         let view = context.control.view();
         let named = view.entries.iter().filter(|entry| entry.rule.name == name);
-        json!({"lbAttr": named.map(|entry| shown(entry)).collect::<Vec<_>>()})
+        json!({"lbAttr": named.map(|entry| shown(entry, sees)).collect::<Vec<_>>()})
     }))
 }
 

@@ -14,6 +14,7 @@ use crate::supervise::{Difference, Entry, Origin, Scope};
 
 use super::answers::{not_applied, problems, refusal, success};
 use super::ask::{Asked, Whole};
+use super::secrets::Sees;
 use super::{Context, SNAPSHOT_BYTES_MAX};
 
 /// The version of the document.
@@ -21,14 +22,14 @@ const VERSION: u64 = 1;
 
 /// The rules of the API as bodies that make them again, with what was said of them and no defaults; the configuration file
 /// has its own.
-pub(super) async fn snapshot(State(context): State<Context>) -> Response {
+pub(super) async fn snapshot(State(context): State<Context>, sees: Sees) -> Response {
     let view = context.control.view();
     let again = |entry: &Arc<Entry>| match &entry.origin {
         Origin::File => None,
         Origin::Api(body) => {
             let mut body = stated(body);
             body["serviceArguments"]["id"] = json!(*entry.uuid);
-            Some(body)
+            Some(sees.of(body))
         }
     };
     let rules: Vec<Value> = view.entries.iter().filter_map(again).collect();

@@ -15,7 +15,7 @@ use crate::admin::{Admin, Door};
 use crate::config::Config;
 use crate::cores::{self, Machine, Plan};
 use crate::fields::Problem;
-use crate::logs::LogSwitch;
+use crate::logs::{self, LogSwitch};
 use crate::supervise::{Control, Origin, Supervisor};
 
 use super::{Outcome, descriptors, outcome_of, reload};
@@ -73,6 +73,7 @@ fn start(path: Option<&Path>) -> anyhow::Result<()> {
         None => (Config { kv_defaults: defaults, ..Config::default() }, Vec::new()),
     };
     let log = LogSwitch::start(&config.log);
+    logs::tell_panics();
     for warning in super::unused_variables() {
         warn!(%warning, "environment");
     }

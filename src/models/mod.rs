@@ -1,7 +1,9 @@
 //! The loader of tokenizers and chat templates: one helper thread that watches the tokenizer directory.
 //!
 //! **Invariant.** Only this thread reads the directory. It loads what rules name and what a request asked for, and
-//! hands every change on as a new [`ModelTable`]; a table that was handed on never changes.
+//! hands every change on as a new [`ModelTable`]; a table that was handed on never changes. A model that was loaded stays in
+//! use while its directory is there, until its changed files are a whole model again: a copy under way, or one that went
+//! wrong, takes no model away.
 
 pub mod names;
 mod scan;
@@ -51,6 +53,8 @@ pub enum ModelState {
         template_problem: Option<String>,
         /// SHA-256 of its files, in hex: two gateways with the same one make the same of every prompt.
         digest: Arc<str>,
+        /// What is wrong with the files that are there now; the model is the one of before.
+        files_problem: Option<String>,
     },
     /// On disk; loaded when a rule names it or a request asks for it.
     Staged,
@@ -136,11 +140,7 @@ impl Control {
 pub fn read_now(directory: &Path, model: &str) -> Result<(Arc<Model>, Arc<str>), String> {
     let slug = slug(model).ok_or_else(|| format!("{model}: such a name can be no directory"))?;
     let staged = Directory::new(directory.to_owned()).scan().remove(&slug);
-    match load(&slug, staged.as_ref(), directory) {
-        Outcome::Ready(model, digest) => Ok((model, digest)),
-        Outcome::Failed { path, reason } => Err(format!("{}: {reason}", path.display())),
-        Outcome::NotLoaded => Err(format!("{model}: not loaded")),
-    }
+    load(&slug, staged.as_ref(), directory).map_err(|Fault { path, reason }| format!("{}: {reason}", path.display()))
 }
 
 /// The names of the directories in the tokenizer directory, in order.
@@ -211,18 +211,41 @@ struct Known {
     named: bool,
     /// A request asked for it once: it is kept loaded.
     asked: bool,
-    outcome: Outcome,
+    /// In use, with the digest of its files.
+    loaded: Option<(Arc<Model>, Arc<str>)>,
+    files: Files,
 }
 
+/// How what is in use stands to the files that are there.
 #[derive(Debug)]
-enum Outcome {
-    /// With the digest of its files.
-    Ready(Arc<Model>, Arc<str>),
-    NotLoaded,
-    Failed {
-        path: PathBuf,
-        reason: String,
-    },
+enum Files {
+    /// They were not read since they changed.
+    Unread,
+    /// It is made of them.
+    Read,
+    /// They cannot be used.
+    Unusable(Fault),
+}
+
+/// A file, and what is wrong with it.
+#[derive(Clone, Debug)]
+struct Fault {
+    path: PathBuf,
+    reason: String,
+}
+
+impl Known {
+    fn new() -> Self {
+        Known { staged: None, named: false, asked: false, loaded: None, files: Files::Unread }
+    }
+
+    fn is_wanted(&self) -> bool {
+        self.named || self.asked
+    }
+
+    fn waits(&self) -> bool {
+        self.is_wanted() && matches!(self.files, Files::Unread)
+    }
 }
 
 struct Loader {
@@ -240,10 +263,23 @@ impl Loader {
     ) -> bool {
         let named: BTreeSet<String> = wanted.iter().map(|model| slug(model).unwrap_or_else(|| model.clone())).collect();
         let mut changed = self.compare(&named, asked);
-        let waiting = |known: &Known| matches!(known.outcome, Outcome::NotLoaded) && (known.named || known.asked);
-        let mut waiting = self.known.iter_mut().filter(|(_, known)| waiting(known));
+        let mut waiting = self.known.iter_mut().filter(|(_, known)| known.waits());
         if let Some((slug, known)) = waiting.next() {
-            known.outcome = load(slug, known.staged.as_ref(), self.directory.path());
+            known.files = match load(slug, known.staged.as_ref(), self.directory.path()) {
+                Ok(loaded) => {
+                    known.loaded = Some(loaded);
+                    Files::Read
+                }
+                Err(fault) => {
+                    let Fault { path, reason } = &fault;
+                    let instead = match known.loaded {
+                        Some(_) => "the model stays as it was loaded before",
+                        None => "the model is routed without keys",
+                    };
+                    tracing::warn!(model = slug, path = %path.display(), reason, "{instead}");
+                    Files::Unusable(fault)
+                }
+            };
             changed = true;
         }
         let more = waiting.next().is_some();
@@ -270,25 +306,31 @@ impl Loader {
             }
             let known = self.known.entry(slug.clone()).or_insert_with(|| {
                 changed = true;
-                Known { staged: None, named: false, asked: false, outcome: Outcome::NotLoaded }
+                Known::new()
             });
-            if known.staged != found {
-                known.staged = found;
-                known.outcome = Outcome::NotLoaded;
-                changed = true;
-            }
             changed |= known.named != named;
             known.named = named;
             known.asked |= asked.contains(&slug);
+            if known.staged != found {
+                // What is gone as a whole was taken away, and what nobody wants is not read again.
+                if found.is_none() || !known.is_wanted() {
+                    known.loaded = None;
+                }
+                known.staged = found;
+                known.files = Files::Unread;
+                changed = true;
+            }
         }
         changed
     }
 
     fn entries(&self) -> Vec<(String, Entry)> {
-        let entry = |known: &Known| match &known.outcome {
-            Outcome::Ready(model, _) => Entry::Ready(Arc::clone(model)),
-            Outcome::NotLoaded => Entry::Staged { wanted: AtomicBool::new(false) },
-            Outcome::Failed { path, reason } => Entry::Failed { path: path.clone(), reason: reason.clone() },
+        let entry = |known: &Known| match (&known.loaded, &known.files) {
+            (Some((model, _)), _) => Entry::Ready(Arc::clone(model)),
+            (None, Files::Unusable(Fault { path, reason })) => {
+                Entry::Failed { path: path.clone(), reason: reason.clone() }
+            }
+            (None, _) => Entry::Staged { wanted: AtomicBool::new(false) },
         };
         self.known.iter().map(|(slug, known)| (slug.clone(), entry(known))).collect()
     }
@@ -296,18 +338,23 @@ impl Loader {
     fn status(&self) -> Vec<ModelStatus> {
         let one = |(slug, known): (&String, &Known)| {
             let directory = self.directory.path().join(slug);
-            let (path, state) = match &known.outcome {
-                Outcome::Ready(model, digest) => (
+            let fault = match &known.files {
+                Files::Unusable(fault) => Some(fault),
+                Files::Unread | Files::Read => None,
+            };
+            let (path, state) = match (&known.loaded, fault) {
+                (Some((model, digest)), fault) => (
                     directory,
                     ModelState::Ready {
                         template: model.template_origin().name(),
                         template_assumed: model.template_assumed(),
                         template_problem: model.template_problem(),
                         digest: Arc::clone(digest),
+                        files_problem: fault.map(|fault| format!("{}: {}", fault.path.display(), fault.reason)),
                     },
                 ),
-                Outcome::NotLoaded => (directory, ModelState::Staged),
-                Outcome::Failed { path, reason } => (path.clone(), ModelState::Failed { reason: reason.clone() }),
+                (None, Some(Fault { path, reason })) => (path.clone(), ModelState::Failed { reason: reason.clone() }),
+                (None, None) => (directory, ModelState::Staged),
             };
             let staged = known.staged.is_some();
             ModelStatus { slug: slug.clone(), path, named_by_rule: known.named, staged, state }
@@ -316,28 +363,18 @@ impl Loader {
     }
 }
 
-/// Reads one model's files, and says in the log what came of it.
-fn load(slug: &str, staged: Option<&Staged>, directory: &Path) -> Outcome {
+/// Reads one model's files, and says in the log what became of a whole model.
+fn load(slug: &str, staged: Option<&Staged>, directory: &Path) -> Result<(Arc<Model>, Arc<str>), Fault> {
     let began = Instant::now();
-    let loaded = scan::read(slug, staged, directory).and_then(|files| {
-        let model = Model::load(&files, SystemTime::now);
-        let model = model.map_err(|error| (files.path.join(error.file), error.reason))?;
-        Ok((model, digest(&files)))
-    });
-    match loaded {
-        Ok((model, digest)) => {
-            let (template, ms) = (model.template_origin().name(), began.elapsed().as_millis());
-            tracing::info!(model = slug, template, ms, "tokenizer loaded");
-            if let Some(problem) = model.template_problem() {
-                tracing::warn!(model = slug, problem, "chats of this model are routed without keys");
-            }
-            Outcome::Ready(Arc::new(model), digest)
-        }
-        Err((path, reason)) => {
-            tracing::warn!(model = slug, path = %path.display(), reason, "the model is routed without keys");
-            Outcome::Failed { path, reason }
-        }
+    let files = scan::read(slug, staged, directory).map_err(|(path, reason)| Fault { path, reason })?;
+    let model = Model::load(&files, SystemTime::now)
+        .map_err(|error| Fault { path: files.path.join(error.file), reason: error.reason })?;
+    let (template, ms) = (model.template_origin().name(), began.elapsed().as_millis());
+    tracing::info!(model = slug, template, ms, "tokenizer loaded");
+    if let Some(problem) = model.template_problem() {
+        tracing::warn!(model = slug, problem, "chats of this model are routed without keys");
     }
+    Ok((Arc::new(model), digest(&files)))
 }
 
 /// SHA-256 of the texts of a model's files, in hex.

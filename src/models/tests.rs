@@ -97,8 +97,11 @@ fn a_model_named_by_a_rule_is_loaded_repaired_and_dropped() {
     });
 
     fixture.write("org__model", "tokenizer_config.json", "{");
-    fixture.wait("damaged configuration", |t| failed(t, "org__model"));
-    assert_eq!(fixture.status("org__model").unwrap().path, fixture.directory.join("org__model/tokenizer_config.json"));
+    fixture.wait("damaged configuration", |_| problem(&fixture, "org__model").is_some());
+    let told = problem(&fixture, "org__model").unwrap();
+    let path = fixture.directory.join("org__model/tokenizer_config.json");
+    assert!(told.starts_with(&*path.to_string_lossy()), "{told}");
+    assert!(ready(&fixture.control.table(), "org/model"), "the model of before stays in use");
 
     fs::remove_dir_all(fixture.directory.join("org__model")).unwrap();
     fixture.wait("gone, still named", |_| {
@@ -106,6 +109,41 @@ fn a_model_named_by_a_rule_is_loaded_repaired_and_dropped() {
     });
     fixture.control.set_wanted([]);
     fixture.wait("gone", |t| t.get("org__model").is_none());
+}
+
+/// What is said of the files of a model that is in use.
+fn problem(fixture: &Fixture, slug: &str) -> Option<String> {
+    match fixture.status(slug)?.state {
+        ModelState::Ready { files_problem, .. } => files_problem,
+        _ => None,
+    }
+}
+
+#[test]
+fn a_file_that_is_being_written_takes_no_model_away() {
+    let fixture = Fixture::start("half");
+    fixture.write("m", "tokenizer.json", TINY);
+    fixture.control.set_wanted(["m".to_owned()]);
+    fixture.wait("loaded", |t| ready(t, "m"));
+    let digest = |fixture: &Fixture| match fixture.status("m").map(|status| status.state) {
+        Some(ModelState::Ready { digest, .. }) => digest,
+        state => panic!("{state:?}"),
+    };
+    let before = digest(&fixture);
+    let other = TINY.replace("\"world\":2", "\"world\":2,\"again\":3");
+    let path = fixture.directory.join("m/tokenizer.json");
+    for half in ["", &other[..other.len() / 2]] {
+        fs::write(&path, half).unwrap();
+        fixture.wait("it is said", |_| problem(&fixture, "m").is_some());
+        assert!(ready(&fixture.control.table(), "m"));
+        assert_eq!(digest(&fixture), before);
+    }
+    fs::remove_file(&path).unwrap();
+    fixture.wait("that it is gone too", |_| problem(&fixture, "m").is_some_and(|text| text.ends_with("not found")));
+    assert!(ready(&fixture.control.table(), "m"));
+    fs::write(&path, &other).unwrap();
+    fixture.wait("the whole one is taken up", |_| digest(&fixture) != before && problem(&fixture, "m").is_none());
+    assert!(ready(&fixture.control.table(), "m"));
 }
 
 #[test]

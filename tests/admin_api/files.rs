@@ -247,3 +247,40 @@ fn directories_that_are_no_directories_of_files_are_refused_at_the_start() {
         assert!(text.contains("admin.files: expected a list of at most 64 directories"), "{text}");
     }
 }
+
+#[test]
+fn a_tokenizer_that_is_half_written_takes_no_keys_away() {
+    let tokenizers = crate::common::fleet::tokenizers();
+    let (engine, port) = (StubEngine::start(), free_port());
+    let config = format!("[tokenizers]\ndir = \"{}\"\n", tokenizers.path().display());
+    let gateway = Gateway::start(Options { config, ..Options::default() });
+    let rule = json!({"serviceArguments": {"externalIP": "127.0.0.1", "port": port, "mode": 4, "kvExactMode": 3,
+            "model_name": "kvlane/demo"},
+        "endpoints": [{"endpointIP": "127.0.0.1", "targetPort": engine.address.port(), "kvZmqPort": engine.event_port}]});
+    assert_eq!(client::post(gateway.admin, LB, &rule).status, 200);
+    let model = || gateway.api("/status/ready").json()["models"][0].clone();
+    wait_for("the tokenizer is loaded", || (model()["state"] == "ready").then_some(()));
+    let before = model();
+    assert_eq!(before["files_problem"], Value::Null);
+    // Whether the prompt has keys: else nobody can say who holds them.
+    let keyed = || {
+        let body = json!({"model": "kvlane/demo", "prompt": "a river, a stone and a boat ".repeat(9)});
+        let told = client::post(gateway.admin, "/netlox/v1/config/ai/kv/explain?path=/v1/completions", &body).json();
+        assert!(told["prompt"]["blocks"].as_u64().is_some_and(|blocks| blocks > 0), "{told}");
+    };
+    keyed();
+    let file = tokenizers.path().join("kvlane__demo/tokenizer.json");
+    let whole = std::fs::read(&file).expect("staged");
+    std::fs::write(&file, &whole[..whole.len() / 2]).expect("writable");
+    let problem = wait_for("it is said", || model()["files_problem"].as_str().map(str::to_owned));
+    assert!(problem.contains("tokenizer.json: not a usable tokenizer.json"), "{problem}");
+    assert_eq!((&model()["state"], &model()["digest"]), (&before["state"], &before["digest"]));
+    let labels = [("model", "kvlane__demo"), ("in_use", "earlier")];
+    assert_eq!(gateway.metric("kvlane_model_files_unusable", &labels), Some(1.0));
+    assert!(gateway.log().contains("the model stays as it was loaded before"));
+    keyed();
+    std::fs::write(&file, &whole).expect("writable");
+    wait_for("the repaired one is taken up", || (model()["files_problem"] == Value::Null).then_some(()));
+    assert_eq!(gateway.metric("kvlane_model_files_unusable", &labels), None);
+    keyed();
+}

@@ -11,5 +11,6 @@ mod examples;
 mod files;
 mod loxicmd;
 mod rows;
+mod secrets;
 mod silent;
 mod state;

@@ -1,15 +1,16 @@
 //! The indexes that are compared, each used as its authors' own benchmarks use it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use dynamo_kv_router::indexer::ThreadPoolIndexer;
-use dynamo_kv_router::protocols::{BlockHashOptions, LocalBlockHash, RouterEvent, WorkerWithDpRank};
+use dynamo_kv_router::protocols::{BlockHashOptions, LocalBlockHash, OverlapScores, RouterEvent, WorkerWithDpRank};
 use dynamo_kv_router::zmq_wire::{ZmqEventNormalizer, decode_event_batch};
 use dynamo_kv_router::{ConcurrentRadixTreeCompressed, SyncIndexer, compute_block_hash_for_seq};
 use kv_index::{ChainBlockMap, ContentHash, SequenceHash, StoredBlock, compute_content_hash};
 use kvlane::ingest::Verdict;
 use shards::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
-use shards::inventory::{self, OPS_PER_PUBLISH_MAX, Options, Reader, Walk, Writer};
+use shards::inventory::{self, OPS_PER_PUBLISH_MAX, Options, Reader, Run, Walk, Writer};
 
 use crate::clock;
 use crate::feed::Fed;
@@ -79,9 +80,20 @@ fn walk(reader: &Reader, walk: &mut Walk, keys: &[BlockKey], runs: &mut Vec<(u32
 
 /// kvlane's inventory alone.
 pub struct Inventory {
-    _writer: Writer,
+    /// None where another thread has it.
+    pub writer: Option<Writer>,
     reader: Reader,
     walk: Walk,
+}
+
+impl Inventory {
+    /// Appends the runs of a prompt's holders.
+    pub fn walk(&mut self, keys: &[BlockKey], runs: &mut Vec<Run>) {
+        let Some(guard) = self.reader.enter() else { return };
+        self.walk.restart();
+        guard.advance(&mut self.walk, keys);
+        runs.extend(self.walk.runs(&guard));
+    }
 }
 
 impl Index for Inventory {
@@ -109,7 +121,7 @@ impl Index for Inventory {
             anyhow::ensure!(writer.try_publish(), "nobody reads");
         }
         let filled = Filled { whole: None, index_only: Some(clock::thread_cpu() - start) };
-        Ok((Inventory { _writer: writer, reader: readers.reader(), walk: Walk::default() }, filled))
+        Ok((Inventory { writer: Some(writer), reader: readers.reader(), walk: Walk::default() }, filled))
     }
 
     fn query(&self, fleet: &Fleet, chain: u32) -> Self::Query {
@@ -123,10 +135,29 @@ impl Index for Inventory {
 
 /// SMG's index. Its crate has no decoder; hashing the tokens is its caller's part and counted as such.
 pub struct ChainIndex {
-    index: kv_index::ChainIndex,
+    index: Arc<kv_index::ChainIndex>,
     /// What its caller keeps per cache, for removals.
-    _maps: Vec<ChainBlockMap>,
+    maps: Vec<ChainBlockMap>,
+    /// Caches by their numbers in the index, and the other way round.
     caches: Vec<u32>,
+    workers: Vec<u32>,
+}
+
+impl ChainIndex {
+    /// The index, for another thread.
+    pub fn shared(&self) -> Arc<kv_index::ChainIndex> {
+        Arc::clone(&self.index)
+    }
+
+    /// Its numbers of the caches.
+    pub fn workers(&self) -> Vec<u32> {
+        self.workers.clone()
+    }
+
+    /// What is needed to change it, for whoever does.
+    pub fn take_maps(&mut self) -> Vec<ChainBlockMap> {
+        std::mem::take(&mut self.maps)
+    }
 }
 
 impl Index for ChainIndex {
@@ -152,7 +183,8 @@ impl Index for ChainIndex {
         }
         let mut caches = vec![0; workers.iter().max().map_or(0, |last| *last as usize + 1)];
         workers.iter().enumerate().for_each(|(cache, worker)| caches[*worker as usize] = cache as u32);
-        Ok((ChainIndex { index, _maps: maps, caches }, Filled { whole: None, index_only: Some(index_only) }))
+        let index = Arc::new(index);
+        Ok((ChainIndex { index, maps, caches, workers }, Filled { whole: None, index_only: Some(index_only) }))
     }
 
     fn query(&self, fleet: &Fleet, chain: u32) -> Self::Query {
@@ -163,13 +195,19 @@ impl Index for ChainIndex {
 
     fn runs(&mut self, query: &Self::Query, runs: &mut Vec<(u32, u32)>) {
         let caches = &self.caches;
-        self.index.score_into(query, |content| content.0, false, |worker, blocks| {
-            runs.push((caches[worker as usize], blocks));
-        });
+        self.index.score_into(
+            query,
+            |content| content.0,
+            false,
+            |worker, blocks| {
+                runs.push((caches[worker as usize], blocks));
+            },
+        );
     }
 }
 
-fn stored_blocks(fleet: &Fleet, part: &Part) -> Vec<StoredBlock> {
+/// A cache's part of a chain as the index takes it.
+pub fn stored_blocks(fleet: &Fleet, part: &Part) -> Vec<StoredBlock> {
     let mut tokens = Vec::new();
     fleet.tokens(part.chain, &mut tokens);
     let keys = &fleet.keys(part.chain)[..usize::from(part.blocks)];
@@ -180,7 +218,19 @@ fn stored_blocks(fleet: &Fleet, part: &Part) -> Vec<StoredBlock> {
 }
 
 /// Dynamo's compressed radix tree, behind its own decoder and a pool of one thread.
-pub struct CompressedTree(ThreadPoolIndexer<ConcurrentRadixTreeCompressed>);
+pub struct CompressedTree(Arc<ThreadPoolIndexer<ConcurrentRadixTreeCompressed>>);
+
+impl CompressedTree {
+    /// The indexer, for another thread.
+    pub fn shared(&self) -> Arc<ThreadPoolIndexer<ConcurrentRadixTreeCompressed>> {
+        Arc::clone(&self.0)
+    }
+
+    /// Who holds how much of a prompt.
+    pub fn matches(&self, query: &[LocalBlockHash]) -> OverlapScores {
+        self.0.backend().find_matches(query, false)
+    }
+}
 
 impl Index for CompressedTree {
     const NAME: &'static str = "dynamo-kv-router 1.6.1";
@@ -214,7 +264,7 @@ impl Index for CompressedTree {
             applying += (process_cpu() - all).saturating_sub(clock::thread_cpu() - own);
         }
         let filled = Filled { whole: Some(decoding + applying), index_only: Some(applying) };
-        Ok((CompressedTree(pool), filled))
+        Ok((CompressedTree(Arc::new(pool)), filled))
     }
 
     fn query(&self, fleet: &Fleet, chain: u32) -> Self::Query {
@@ -224,7 +274,7 @@ impl Index for CompressedTree {
     }
 
     fn runs(&mut self, query: &Self::Query, runs: &mut Vec<(u32, u32)>) {
-        let found = self.0.backend().find_matches(query, false);
+        let found = self.matches(query);
         runs.extend(found.scores.iter().map(|(worker, blocks)| (worker.worker_id as u32, *blocks)));
     }
 }

@@ -3,6 +3,7 @@
 //!
 //! `cargo run --release --manifest-path bench/peers/Cargo.toml`
 
+mod choice;
 #[path = "../../src/clock.rs"]
 #[expect(dead_code, reason = "the benchmarks beside this one use all of it")]
 mod clock;
@@ -13,8 +14,15 @@ mod feed;
 #[expect(dead_code, reason = "the benchmarks beside this one use all of it")]
 mod fleet;
 mod index;
+/// Where the benchmarks beside this one have what they share.
+mod ingest {
+    pub use crate::fleet;
+}
 #[path = "../../src/memory.rs"]
 mod memory;
+#[path = "../../src/lookup/workload.rs"]
+#[expect(dead_code, reason = "the benchmarks beside this one use all of it")]
+mod workload;
 
 use std::time::{Duration, Instant};
 
@@ -81,7 +89,21 @@ fn main() -> anyhow::Result<()> {
             row::<CompressedTree>(&fleet, &args)?,
         ];
         anyhow::ensure!(digests.iter().all(|digest| *digest == digests[0]), "the indexes disagree: {digests:?}");
+        if holders > 1 {
+            choices(&fleet, &args)?;
+        }
     }
+    Ok(())
+}
+
+/// Look-up and choice while the index changes.
+fn choices(fleet: &Fleet, args: &Args) -> anyhow::Result<()> {
+    println!("look-up and choice, while the ends of chains go and come back on another thread");
+    println!("  {:<28}{:>10}{:>10}{:>22}", "index", "p50 µs", "p99 µs", "M blocks changed/s");
+    choice::row::<Inventory, choice::Ours>(fleet, args.lookups, args.seed)?;
+    choice::row::<ChainIndex, choice::MostLessLoad>(fleet, args.lookups, args.seed)?;
+    choice::row::<CompressedTree, choice::DefaultSelector>(fleet, args.lookups, args.seed)?;
+    println!("  kv-index has nothing that chooses: the most blocks less the requests in flight, over all endpoints");
     Ok(())
 }
 
@@ -126,9 +148,9 @@ fn look_up<I: Index>(index: &mut I, fleet: &Fleet, args: &Args) -> anyhow::Resul
         let start = Instant::now();
         index.runs(&query, &mut runs);
         histogram.saturating_record(start.elapsed().as_nanos() as u64);
-        digest = runs.iter().fold(digest, |digest, (cache, blocks)| {
-            digest.wrapping_add(u64::from(*blocks) * (u64::from(*cache) + 1))
-        });
+        digest = runs
+            .iter()
+            .fold(digest, |digest, (cache, blocks)| digest.wrapping_add(u64::from(*blocks) * (u64::from(*cache) + 1)));
     }
     Ok((histogram, digest))
 }

@@ -163,11 +163,8 @@ pub(super) fn leave() {
 }
 
 pub(super) fn report_panic(panic: &(dyn Any + Send)) {
-    let text = panic
-        .downcast_ref::<&str>()
-        .map(|text| (*text).to_owned())
-        .or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "no message".to_owned());
+    // A text that was put together may quote a request.
+    let text = panic.downcast_ref::<&'static str>().copied().unwrap_or("its text may quote a request and is not told");
     tracing::error!(panic = text, "a task panicked and was ended; its connection is closed, the shard goes on");
     LOCAL.with(|local| {
         if let Some(meter) = local.meter.borrow().as_ref() {

@@ -20,6 +20,7 @@
 
 #![forbid(unsafe_code)]
 
+mod arena;
 mod runs;
 mod slots;
 mod table;

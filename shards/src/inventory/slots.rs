@@ -4,11 +4,15 @@
 //! memory, at a place known beforehand, so that the accesses for many keys overlap when their homes are read first
 //! ([`Slots::touch`]). A removal closes its gap, so there are no dead slots, however long keys come and go.
 //!
-//! A slot has a part of its key's hash, which tells its home, and the place of the key, where whoever looks for it
-//! compares.
+//! A slot has a part of its key's hash, which tells its home, and where the key stands, for whoever looks for it to
+//! compare.
 //!
 //! The room doubles up to [`ROOM_FULL`], which a segment of [`KEYS_EXPECTED`] keys fills to three quarters; beyond it
 //! grows by half.
+
+use std::marker::PhantomData;
+
+use super::arena::Piece;
 
 /// Keys a segment is made for.
 pub(super) const KEYS_EXPECTED: usize = 5_000;
@@ -61,7 +65,37 @@ impl Place {
     }
 }
 
-/// A part of a hash and a place; 0 is free.
+/// What a slot says of where its key stands.
+pub(super) trait Whereabouts: Copy {
+    /// No more than [`PLACE_BITS`], and not 0.
+    fn to_bits(self) -> u64;
+    /// What those bits are of.
+    fn of_bits(bits: u64) -> Self;
+}
+
+impl Whereabouts for Place {
+    fn to_bits(self) -> u64 {
+        self.0
+    }
+
+    fn of_bits(bits: u64) -> Self {
+        Place(bits)
+    }
+}
+
+/// Of keys that a run begins with: the run's memory, at hand.
+impl Whereabouts for Piece {
+    fn to_bits(self) -> u64 {
+        const { assert!(Piece::BITS < PLACE_BITS) };
+        1 << (PLACE_BITS - 1) | u64::from(self.number())
+    }
+
+    fn of_bits(bits: u64) -> Self {
+        Piece::of_number(bits as u32).expect("what a slot has came from a piece")
+    }
+}
+
+/// A part of a hash and where its key stands; 0 is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Slot(u64);
 
@@ -69,8 +103,8 @@ impl Slot {
     const FREE: Slot = Slot(0);
 
     /// Bits 10 to 31 of the hash, which no choice of a segment looks at.
-    fn new(hash: u64, place: Place) -> Self {
-        Slot((hash as u32 as u64) >> (u32::BITS - HASH_BITS) << PLACE_BITS | place.0)
+    fn new(hash: u64, place: impl Whereabouts) -> Self {
+        Slot(part_of(hash) << PLACE_BITS | place.to_bits())
     }
 
     fn is_free(self) -> bool {
@@ -81,8 +115,8 @@ impl Slot {
         self.0 >> PLACE_BITS
     }
 
-    fn place(self) -> Place {
-        Place(self.0 & ((1 << PLACE_BITS) - 1))
+    fn place<W: Whereabouts>(self) -> W {
+        W::of_bits(self.0 & ((1 << PLACE_BITS) - 1))
     }
 }
 
@@ -91,13 +125,20 @@ impl Slot {
 pub(super) struct Vacant(usize);
 
 /// The slots of one segment.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Slots {
+#[derive(Clone, Debug)]
+pub(super) struct Slots<W> {
     slots: Box<[Slot]>,
     keys: usize,
+    of: PhantomData<W>,
 }
 
-impl Slots {
+impl<W> Default for Slots<W> {
+    fn default() -> Self {
+        Slots { slots: Box::default(), keys: 0, of: PhantomData }
+    }
+}
+
+impl<W: Whereabouts> Slots<W> {
     /// Slots it has.
     #[cfg(test)]
     pub(super) fn room(&self) -> usize {
@@ -124,12 +165,12 @@ impl Slots {
     }
 
     /// The place of a key of that hash: the one that is looked for, unless another's hash looks like it.
-    pub(super) fn guess(&self, hash: u64) -> Option<Place> {
+    pub(super) fn guess(&self, hash: u64) -> Option<W> {
         self.find(hash, |_| true).ok()
     }
 
     /// The place of the key of that hash which `is_there`; else where its slot would be.
-    pub(super) fn find(&self, hash: u64, is_there: impl Fn(Place) -> bool) -> Result<Place, Vacant> {
+    pub(super) fn find(&self, hash: u64, is_there: impl Fn(W) -> bool) -> Result<W, Vacant> {
         let part = part_of(hash);
         let mut at = self.home(part);
         // There is always a free slot, unless there is none at all.
@@ -143,7 +184,7 @@ impl Slots {
     }
 
     /// Takes up a key that was not found, and nothing has changed since.
-    pub(super) fn insert(&mut self, vacant: Vacant, hash: u64, place: Place) {
+    pub(super) fn insert(&mut self, vacant: Vacant, hash: u64, place: W) {
         self.keys += 1;
         if self.keys * 8 > self.slots.len() * 7 {
             self.resize(larger(self.slots.len()));
@@ -161,8 +202,31 @@ impl Slots {
         self.slots[at] = slot;
     }
 
+    /// Takes up a key that is not there.
+    pub(super) fn add(&mut self, hash: u64, place: W) {
+        let mut at = self.home(part_of(hash));
+        while self.slots.get(at).is_some_and(|slot| !slot.is_free()) {
+            at = self.next(at);
+        }
+        self.insert(Vacant(at), hash, place);
+    }
+
+    /// The key that is there stands elsewhere now.
+    pub(super) fn moved(&mut self, hash: u64, from: W, to: W) {
+        let old = Slot::new(hash, from);
+        let mut at = self.home(old.hash());
+        while self.slots[at] != old {
+            debug_assert!(!self.slots[at].is_free(), "what has moved is there");
+            if self.slots[at].is_free() {
+                return;
+            }
+            at = self.next(at);
+        }
+        self.slots[at] = Slot::new(hash, to);
+    }
+
     /// Frees the slot of a key that is there, and moves up what stands behind it only because it was taken.
-    pub(super) fn remove(&mut self, hash: u64, place: Place) {
+    pub(super) fn remove(&mut self, hash: u64, place: W) {
         let gone = Slot::new(hash, place);
         let mut at = self.home(gone.hash());
         while self.slots[at] != gone {
@@ -234,6 +298,7 @@ fn larger(room: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
+    use std::collections::hash_map::Entry;
 
     use proptest::prelude::*;
 
@@ -243,7 +308,7 @@ mod tests {
         Place::new(number as usize % SEGMENTS_MAX, number as usize * 7 % RUNS_MAX, number as usize % 64)
     }
 
-    fn insert(slots: &mut Slots, hash: u64, place: Place) {
+    fn insert(slots: &mut Slots<Place>, hash: u64, place: Place) {
         let vacant = slots.find(hash, |other| other == place).expect_err("it is not there");
         slots.insert(vacant, hash, place);
     }
@@ -255,7 +320,7 @@ mod tests {
             assert_eq!((place.segment(), place.run(), place.position()), (segment, run, position));
             assert_eq!(place.at(17), Place::new(segment, run, 17));
             let slot = Slot::new(u64::MAX, place);
-            assert_eq!((slot.place(), slot.hash()), (place, (1 << HASH_BITS) - 1));
+            assert_eq!((slot.place::<Place>(), slot.hash()), (place, (1 << HASH_BITS) - 1));
         }
     }
 
@@ -285,18 +350,25 @@ mod tests {
             let mut model = HashMap::new();
             for (step, key) in steps {
                 match step {
-                    0..4 => if model.insert(key, place(key)).is_none() {
-                        insert(&mut slots, hash_of(key), place(key));
+                    0..2 => if let Entry::Vacant(entry) = model.entry(key) {
+                        insert(&mut slots, hash_of(key), *entry.insert(place(key)));
                     },
-                    4..7 => if model.remove(&key).is_some() {
-                        slots.remove(hash_of(key), place(key));
+                    2..4 => if let Entry::Vacant(entry) = model.entry(key) {
+                        slots.add(hash_of(key), *entry.insert(place(key)));
+                    },
+                    4..6 => if let Some(place) = model.remove(&key) {
+                        slots.remove(hash_of(key), place);
+                    },
+                    6 => if let Some(known) = model.get_mut(&key) {
+                        let other = if *known == place(key) { place(key + 60) } else { place(key) };
+                        slots.moved(hash_of(key), std::mem::replace(known, other), other);
                     },
                     _ => slots.fit(),
                 }
                 prop_assert_eq!(slots.keys, model.len());
                 for key in 0..60 {
-                    let found = slots.find(hash_of(key), |other| other == place(key)).ok();
-                    prop_assert_eq!(found, model.get(&key).copied());
+                    let own = |other| other == place(key) || other == place(key + 60);
+                    prop_assert_eq!(slots.find(hash_of(key), own).ok(), model.get(&key).copied());
                 }
             }
         }

@@ -3,7 +3,8 @@
 //! **Invariant.** A side changes only by [`Op`]s: what follows from an operation follows from the side's own content,
 //! never from a clock or from the other side.
 
-use super::runs::{RUN_MAX, Run, positions};
+use super::arena::{Arena, Piece};
+use super::runs::{RUN_MAX, Run, View, positions};
 use super::slots::{KEYS_EXPECTED, Place, RUNS_MAX, SEGMENTS_MAX, Slots, Vacant};
 use super::{Medium, SPACES_MAX, Space, SpaceIndex};
 use crate::ids::{BlockKey, EndpointIndex, HolderIndex, Rank};
@@ -91,27 +92,32 @@ struct SpaceSlot {
 /// A part of one side: the slots of the keys whose hashes belong here, and the runs whose first key did.
 #[derive(Clone, Debug, Default)]
 struct Segment {
-    /// Of keys that a run begins with. There are few of them, and most look-ups need no others: so they stay in the
-    /// processor's caches.
-    heads: Slots,
-    /// Of all other keys.
-    others: Slots,
+    /// Of all keys.
+    slots: Slots<Place>,
+    /// Once more of those that a run begins with, with the run's memory. There are few of them, and most look-ups need no
+    /// others.
+    heads: Slots<Piece>,
     runs: Vec<Run>,
     /// Empty runs.
     free: Vec<u32>,
 }
 
-/// Where the slot of a key that nobody holds would be, in either place.
+/// Where a key stands, most likely: in which run's memory, at which position.
 #[derive(Clone, Copy, Debug)]
-struct Absent {
-    head: Vacant,
-    other: Vacant,
+pub(super) struct Spot {
+    piece: Piece,
+    position: u8,
 }
 
-impl Segment {
-    /// The slots of keys at such a place.
-    fn slots_mut(&mut self, place: Place) -> &mut Slots {
-        if place.position() == 0 { &mut self.heads } else { &mut self.others }
+impl Spot {
+    /// So many positions before; none where the run does not reach there.
+    pub(super) fn before(self, positions: usize) -> Option<Self> {
+        let position = self.position.checked_sub(u8::try_from(positions).ok()?)?;
+        Some(Spot { position, ..self })
+    }
+
+    pub(super) fn position(self) -> usize {
+        self.position.into()
     }
 }
 
@@ -121,6 +127,8 @@ pub(super) struct Table {
     /// Makes the places of keys unforeseeable: whoever can choose keys must not be able to pile them up.
     salt: u64,
     segments: Box<[Segment]>,
+    /// What the segments' runs stand in.
+    arena: Arena,
     slots: Vec<Slot>,
     /// By number; the first, the service's own, is unknown here.
     spaces: [SpaceSlot; SPACES_MAX],
@@ -138,6 +146,7 @@ impl Table {
         Table {
             salt: salt | 1,
             segments: (0..segments).map(|_| Segment::default()).collect(),
+            arena: Arena::default(),
             slots: Vec::new(),
             spaces: [SpaceSlot::default(); SPACES_MAX],
             slots_version: 0,
@@ -178,48 +187,59 @@ impl Table {
         self.find_hashed(hash_of(self.salt, key), key).ok()
     }
 
-    fn find_hashed(&self, hash: u64, key: BlockKey) -> Result<Place, Absent> {
-        let there = |place: Place| self.run(place).is_at(place.position(), key);
-        let segment = self.segment(hash);
-        match segment.heads.find(hash, there) {
-            Ok(place) => Ok(place),
-            Err(head) => segment.others.find(hash, there).map_err(|other| Absent { head, other }),
-        }
+    fn find_hashed(&self, hash: u64, key: BlockKey) -> Result<Place, Vacant> {
+        let there = |place: Place| self.view(place).is_at(place.position(), key);
+        self.segment(hash).slots.find(hash, there)
     }
 
-    /// The run of a place.
-    pub(super) fn run(&self, place: Place) -> &Run {
-        &self.segments[place.segment()].runs[place.run()]
+    /// What stands in the run of a place.
+    fn view(&self, place: Place) -> View<'_> {
+        self.run(place).view(&self.arena)
     }
 
-    fn run_mut(&mut self, place: Place) -> &mut Run {
-        &mut self.segments[place.segment()].runs[place.run()]
+    fn run(&self, place: Place) -> Run {
+        self.segments[place.segment()].runs[place.run()]
+    }
+
+    /// What stands where a spot is.
+    pub(super) fn view_at(&self, spot: Spot) -> View<'_> {
+        View::of(&self.arena, spot.piece)
+    }
+
+    /// The spot of a place.
+    pub(super) fn spot(&self, place: Place) -> Option<Spot> {
+        Some(Spot { piece: self.run(place).piece()?, position: place.position() as u8 })
+    }
+
+    /// Where a key is that somebody holds.
+    pub(super) fn find_spot(&self, key: BlockKey) -> Option<Spot> {
+        self.spot(self.find(key)?)
     }
 
     /// Whether one of these holders has the key.
     pub(super) fn is_held(&self, key: BlockKey, by: impl Fn(u16) -> bool) -> bool {
-        self.find(key)
-            .is_some_and(|place| self.run(place).rows().iter().any(|row| row.has(place.position()) && by(row.holder())))
+        self.find(key).is_some_and(|place| {
+            self.view(place).rows().iter().any(|row| row.has(place.position()) && by(row.holder()))
+        })
     }
 
-    /// The place of a run that most likely begins with the key: it may be another's. None where no run does.
-    pub(super) fn guess_head(&self, key: BlockKey) -> Option<Place> {
+    /// The beginning of a run that most likely begins with the key: it may be another's. None where no run does.
+    pub(super) fn guess_head(&self, key: BlockKey) -> Option<Spot> {
         let hash = hash_of(self.salt, key);
-        self.segment(hash).heads.guess(hash)
+        self.segment(hash).heads.guess(hash).map(|piece| Spot { piece, position: 0 })
     }
 
-    /// Where a key stands, most likely, that no run begins with: it may be another's place.
-    pub(super) fn guess_other(&self, key: BlockKey) -> Option<Place> {
+    /// Where a key stands, most likely: it may be another's place. None where nobody holds it.
+    pub(super) fn guess(&self, key: BlockKey) -> Option<Place> {
         let hash = hash_of(self.salt, key);
-        self.segment(hash).others.guess(hash)
+        self.segment(hash).slots.guess(hash)
     }
 
     /// Reads the slots of keys that are about to be looked up or changed, so that the accesses to memory overlap.
     pub(super) fn touch(&self, keys: impl Iterator<Item = BlockKey>) {
         let touch = |seen, key| {
             let hash = hash_of(self.salt, key);
-            let segment = self.segment(hash);
-            seen ^ segment.heads.touch(hash) ^ segment.others.touch(hash)
+            seen ^ self.segment(hash).slots.touch(hash)
         };
         std::hint::black_box(keys.fold(0, touch));
     }
@@ -227,6 +247,7 @@ impl Table {
     /// Keys of a segment's runs that one of these holders has, each once in all segments together.
     pub(super) fn keys_of(&self, segment: usize, by: impl Fn(u16) -> bool) -> impl Iterator<Item = BlockKey> {
         self.segments[segment].runs.iter().flat_map(move |run| {
+            let run = run.view(&self.arena);
             let held = run.rows().iter().filter(|row| by(row.holder())).fold(0, |held, row| held | row.bits());
             run.keys(held).map(|(_, key)| key)
         })
@@ -234,25 +255,26 @@ impl Table {
 
     /// Whether the segment is about to grow by itself, or holds far too much room.
     pub(super) fn wants_rebuild(&self, segment: usize) -> bool {
-        [&self.segments[segment].heads, &self.segments[segment].others].into_iter().any(Slots::wants_resize)
+        let Segment { slots, heads, .. } = &self.segments[segment];
+        slots.wants_resize() || heads.wants_resize()
     }
 
     /// Room of a segment; for tests.
     #[cfg(test)]
     pub(super) fn room(&self, segment: usize) -> usize {
-        self.segments[segment].heads.room() + self.segments[segment].others.room()
+        self.segments[segment].slots.room()
     }
 
     /// Whether no key is left in any slot or run; for tests.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
         let empty = |segment: &Segment| {
-            segment.heads.is_empty()
-                && segment.others.is_empty()
-                && segment.runs.iter().all(Run::is_empty)
+            segment.slots.is_empty()
+                && segment.heads.is_empty()
+                && segment.runs.iter().all(|run| run.is_empty())
                 && segment.runs.len() == segment.free.len()
         };
-        self.segments.iter().all(empty)
+        self.segments.iter().all(empty) && self.arena.is_empty()
     }
 
     pub(super) fn apply(&mut self, op: &Op) {
@@ -309,9 +331,9 @@ impl Table {
     }
 
     /// Where a key stands that is held: most often beside the one before. Else where its slot would be.
-    fn find_near(&self, hash: u64, key: BlockKey) -> Result<Place, Absent> {
+    fn find_near(&self, hash: u64, key: BlockKey) -> Result<Place, Vacant> {
         if let Some(near) = self.near {
-            let (run, position) = (self.run(near), near.position());
+            let (run, position) = (self.view(near), near.position());
             for beside in [position + 1, position, position.wrapping_sub(1)] {
                 if run.is_at(beside, key) {
                     return Ok(near.at(beside));
@@ -325,17 +347,17 @@ impl Table {
         let hash = hash_of(self.salt, change.key);
         let place = match self.find_near(hash, change.key) {
             Ok(place) => {
-                self.run_mut(place).give(place.position(), change.holder.0);
+                self.change_run(place, |run, arena| run.give(arena, place.position(), change.holder.0));
                 Some(place)
             }
-            Err(absent) => self.store_anew(hash, absent, change, next),
+            Err(vacant) => self.store_anew(hash, vacant, change, next),
         };
         (self.near, self.before) = (place, Some(change.key));
     }
 
     /// Places a key that nobody holds behind the one before, else in a run of its own. None, and the store is dropped,
     /// where there is no room for one more run.
-    fn store_anew(&mut self, hash: u64, absent: Absent, change: &Change, next: &[Change]) -> Option<Place> {
+    fn store_anew(&mut self, hash: u64, vacant: Vacant, change: &Change, next: &[Change]) -> Option<Place> {
         let Change { key, holder, .. } = *change;
         let place = match self.behind() {
             Some(place) => place,
@@ -345,16 +367,41 @@ impl Table {
             let same = |next: &&Change| next.what == What::Store && next.holder == holder;
             place.position() + 1 + next.iter().take(RUN_MAX).take_while(same).count()
         };
-        self.run_mut(place).put(place.position(), key, holder.0, more);
-        let vacant = if place.position() == 0 { absent.head } else { absent.other };
-        self.segment_mut(hash).slots_mut(place).insert(vacant, hash, place);
+        self.change_run(place, |run, arena| run.put(arena, place.position(), key, holder.0, more));
+        self.segment_mut(hash).slots.insert(vacant, hash, place);
         Some(place)
+    }
+
+    /// Changes a run, and has its beginning found where it is from then on.
+    fn change_run<R>(&mut self, place: Place, change: impl FnOnce(&mut Run, &mut Arena) -> R) -> R {
+        let Table { segments, arena, .. } = self;
+        let run = &mut segments[place.segment()].runs[place.run()];
+        let (before, begun) = (run.piece(), run.head(arena));
+        let result = change(run, arena);
+        let (after, begins) = (run.piece(), run.head(arena));
+        if (before, begun) != (after, begins) {
+            self.note_head(begun.zip(before), begins.zip(after));
+        }
+        result
+    }
+
+    /// A run began with a key and stood somewhere, and now does so with the same key or none, or the other way round.
+    fn note_head(&mut self, before: Option<(BlockKey, Piece)>, after: Option<(BlockKey, Piece)>) {
+        let Some((key, _)) = before.or(after) else { return };
+        let hash = hash_of(self.salt, key);
+        let heads = &mut self.segment_mut(hash).heads;
+        match (before, after) {
+            (Some((_, from)), Some((_, to))) => heads.moved(hash, from, to),
+            (Some((_, from)), None) => heads.remove(hash, from),
+            (None, Some((_, to))) => heads.add(hash, to),
+            (None, None) => {}
+        }
     }
 
     /// The place behind the key of the change before, where that is held and the place is free.
     fn behind(&self) -> Option<Place> {
         let (before, place) = (self.before?, self.near?);
-        let (run, position) = (self.run(place), place.position());
+        let (run, position) = (self.view(place), place.position());
         (run.is_at(position, before) && run.is_free(position + 1)).then(|| place.at(position + 1))
     }
 
@@ -376,8 +423,8 @@ impl Table {
         let hash = hash_of(self.salt, *key);
         let Ok(place) = self.find_near(hash, *key) else { return };
         (self.near, self.before) = (Some(place), None);
-        if self.run_mut(place).take(place.position(), holder.0) {
-            self.segment_mut(hash).slots_mut(place).remove(hash, place);
+        if self.change_run(place, |run, arena| run.take(arena, place.position(), holder.0)) {
+            self.segment_mut(hash).slots.remove(hash, place);
             self.reclaim(place);
         }
     }
@@ -400,26 +447,32 @@ impl Table {
     fn sweep(&mut self, segment: usize) {
         for run in 0..self.segments[segment].runs.len() {
             let place = Place::new(segment, run, 0);
-            let Table { segments, slots, .. } = self;
-            let run = &mut segments[segment].runs[run];
-            if run.is_empty() {
+            if self.run(place).is_empty() {
                 continue;
             }
             let mut keys = [BlockKey(0); RUN_MAX];
-            run.keys(u64::MAX).for_each(|(position, key)| keys[position] = key);
-            let gone = run.retain(|holder| slots[usize::from(holder)].state != SlotState::Retired);
+            self.view(place).keys(u64::MAX).for_each(|(position, key)| keys[position] = key);
+            // Out of the way while runs are changed by what it says.
+            let slots = std::mem::take(&mut self.slots);
+            let stays = |holder: u16| slots[usize::from(holder)].state != SlotState::Retired;
+            let gone = self.change_run(place, |run, arena| run.retain(arena, stays));
+            self.slots = slots;
             for position in positions(gone) {
                 let hash = hash_of(self.salt, keys[position]);
-                let place = place.at(position);
-                self.segment_mut(hash).slots_mut(place).remove(hash, place);
+                self.segment_mut(hash).slots.remove(hash, place.at(position));
             }
             self.reclaim(place);
         }
     }
 
     fn rebuild(&mut self, segment: usize) {
-        let Segment { heads, others, .. } = &mut self.segments[segment];
-        [heads, others].into_iter().filter(|slots| slots.wants_resize()).for_each(Slots::fit);
+        let Segment { slots, heads, .. } = &mut self.segments[segment];
+        if slots.wants_resize() {
+            slots.fit();
+        }
+        if heads.wants_resize() {
+            heads.fit();
+        }
     }
 }
 

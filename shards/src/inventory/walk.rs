@@ -7,10 +7,9 @@
 //! of blocks are passed one by one: a comparison of their keys with the prompt's, and one look at each holder's row.
 
 use super::runs::{RUN_MAX, Rows};
-use super::slots::Place;
-use super::table::{Slot, SlotState, Table};
-use super::{Guard, Run, SpaceIndex};
-use crate::ids::BlockKey;
+use super::table::{Slot, SlotState, Spot, Table};
+use super::{Guard, Medium, Run, SpaceIndex};
+use crate::ids::{BlockKey, EndpointIndex, Rank};
 
 /// `Member::blocks` of a holder that has all keys so far.
 const ALL: u32 = u32::MAX;
@@ -39,9 +38,13 @@ pub struct Walk {
     slots_version: u64,
 }
 
+/// A holder as it was when block 0 was shown: while its generation is the same, so is all else.
 #[derive(Clone, Copy, Debug)]
 struct Member {
     holder: u16,
+    endpoint: EndpointIndex,
+    rank: Rank,
+    medium: Medium,
     generation: u32,
     blocks: u32,
 }
@@ -78,12 +81,12 @@ impl Walk {
     /// keys; a later one is safe too, and leaves out whoever was masked since.
     pub fn runs<'a>(&'a self, guard: &'a Guard<'_>) -> impl Iterator<Item = Run> + 'a {
         let table = &*guard.0;
+        let unchanged = self.slots_version == table.slots_version;
         self.members.iter().filter_map(move |member| {
-            let slot = table.slot(member.holder)?;
-            let valid = slot.state == SlotState::Eligible && slot.generation == member.generation;
+            let Member { endpoint, rank, medium, .. } = *member;
             let blocks = member.blocks.min(self.depth);
-            let Slot { endpoint, rank, medium, .. } = *slot;
-            (valid && blocks > 0).then_some(Run { endpoint, rank, medium, blocks, block_tokens: None })
+            let counts = blocks > 0 && (unchanged || member.counts_in(table));
+            counts.then_some(Run { endpoint, rank, medium, blocks, block_tokens: None })
         })
     }
 
@@ -100,11 +103,11 @@ impl Walk {
         let mut ahead = Ahead::default();
         let mut at = 0;
         while at < keys.len() && (first || !self.alive.is_empty()) {
-            let Some(place) = ahead.place(table, keys, at) else {
+            let Some(spot) = ahead.spot(table, keys, at) else {
                 self.alive.clear();
                 return false;
             };
-            let (blocks, position) = (table.run(place), place.position());
+            let (blocks, position) = (table.view_at(spot), spot.position());
             let same = blocks.same(position, &keys[at..]);
             let rows = blocks.rows();
             if std::mem::take(&mut first) {
@@ -133,7 +136,8 @@ impl Walk {
             let counts = (slot.state == SlotState::Eligible) & (slot.space == self.space) & (has > 0);
             let is_alive = has >= blocks;
             let blocks = if is_alive { ALL } else { has };
-            self.members[members] = Member { holder, generation: slot.generation, blocks };
+            let Slot { endpoint, rank, medium, generation, .. } = *slot;
+            self.members[members] = Member { holder, endpoint, rank, medium, generation, blocks };
             self.alive[alive] = Alive { holder, member: members as u16 };
             members += usize::from(counts);
             alive += usize::from(counts & is_alive);
@@ -172,7 +176,20 @@ impl Walk {
 }
 
 impl Member {
-    const NONE: Member = Member { holder: 0, generation: 0, blocks: 0 };
+    const NONE: Member = Member {
+        holder: 0,
+        endpoint: EndpointIndex(0),
+        rank: Rank(0),
+        medium: Medium::Device,
+        generation: 0,
+        blocks: 0,
+    };
+
+    /// Whether the holder is who it was, and counts.
+    fn counts_in(&self, table: &Table) -> bool {
+        let same = |slot: &Slot| slot.state == SlotState::Eligible && slot.generation == self.generation;
+        table.slot(self.holder).is_some_and(same)
+    }
 }
 
 impl Alive {
@@ -182,7 +199,7 @@ impl Alive {
 /// Where keys stand that have not had their turn.
 #[derive(Debug, Default)]
 struct Ahead {
-    places: [Option<Place>; AHEAD],
+    spots: [Option<Spot>; AHEAD],
     /// Which key the first of them is of, and how many keys lie between two.
     from: usize,
     stride: usize,
@@ -192,42 +209,47 @@ struct Ahead {
 
 impl Ahead {
     /// Where a key stands; none where nobody holds it.
-    fn place(&mut self, table: &Table, keys: &[BlockKey], at: usize) -> Option<Place> {
+    fn spot(&mut self, table: &Table, keys: &[BlockKey], at: usize) -> Option<Spot> {
         let stride = if self.short < SHORTS { STRIDE } else { 1 };
         if self.stride == 0 || self.stride > stride || at >= self.from + AHEAD * self.stride {
             self.look(table, keys, at, stride);
         }
-        let there = |place: &Place| table.run(*place).is_at(place.position(), keys[at]);
-        self.known(at).filter(there).or_else(|| table.find(keys[at]))
+        let there = |spot: &Spot| table.view_at(*spot).is_at(spot.position(), keys[at]);
+        self.known(at).filter(there).or_else(|| table.find_spot(keys[at]))
     }
 
     /// Where a key stands if it stands in one run with the next that was looked up.
-    fn known(&self, at: usize) -> Option<Place> {
+    fn known(&self, at: usize) -> Option<Spot> {
         let steps = (at - self.from).div_ceil(self.stride);
-        let place = (*self.places.get(steps)?)?;
-        let before = self.from + steps * self.stride - at;
-        Some(place.at(place.position().checked_sub(before)?))
+        (*self.spots.get(steps)?)?.before(self.from + steps * self.stride - at)
     }
 
     /// Looks up every so many keys from one on. Each step reads what it needs of all of them before the next: a branch
     /// that waits for memory keeps what comes after it from being read.
     fn look(&mut self, table: &Table, keys: &[BlockKey], from: usize, stride: usize) {
-        (self.places, self.from, self.stride) = ([None; AHEAD], from, stride);
+        (self.spots, self.from, self.stride) = ([None; AHEAD], from, stride);
         let chosen = || keys[from..].iter().step_by(stride).take(AHEAD).copied();
         let mut missing = false;
-        for (place, key) in self.places.iter_mut().zip(chosen()) {
-            *place = table.guess_head(key);
-            missing |= place.is_none();
+        for (spot, key) in self.spots.iter_mut().zip(chosen()) {
+            *spot = table.guess_head(key);
+            missing |= spot.is_none();
         }
         if missing {
-            table.touch(chosen());
-            for (place, key) in self.places.iter_mut().zip(chosen()).filter(|(place, _)| place.is_none()) {
-                *place = table.guess_other(key);
-            }
+            self.look_inside(table, chosen());
         }
-        let runs = || self.places.iter().flatten().map(|place| table.run(*place));
-        std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.words()));
-        std::hint::black_box(runs().fold(0, |seen, run| seen ^ run.touch()));
+        let touch = |seen, spot: &Spot| seen ^ table.view_at(*spot).touch();
+        std::hint::black_box(self.spots.iter().flatten().fold(0, touch));
+    }
+
+    /// Looks up those of the keys that no run begins with.
+    fn look_inside(&mut self, table: &Table, keys: impl Iterator<Item = BlockKey> + Clone) {
+        table.touch(keys.clone());
+        let mut places = [None; AHEAD];
+        let missing = self.spots.iter().zip(&mut places).zip(keys).filter(|((spot, _), _)| spot.is_none());
+        missing.for_each(|((_, place), key)| *place = table.guess(key));
+        for (spot, place) in self.spots.iter_mut().zip(places) {
+            *spot = spot.or_else(|| table.spot(place?));
+        }
     }
 
     /// Notes how long the piece of a run was that was passed.

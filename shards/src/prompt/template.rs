@@ -63,6 +63,19 @@ pub enum TemplateError {
     Render(String),
 }
 
+impl TemplateError {
+    /// What went wrong, without what the template or the engine of templates say: that may quote the conversation.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        match self {
+            TemplateError::Compile(_) => "the chat template does not compile",
+            TemplateError::Variables(_) => "the template's variables cannot be used",
+            TemplateError::Raised(_) => "the chat template refused the conversation",
+            TemplateError::Render(_) => "the chat template failed",
+        }
+    }
+}
+
 impl Template {
     /// Compiles a template. `special_tokens` become variables (`bos_token` …); `now` is the clock `strftime_now` reads.
     ///

@@ -42,7 +42,7 @@ pub(super) struct Choice {
 pub(super) fn choose(kv: &KvExact, most: u64, rows: &Rows, ties: &mut Ties) -> Option<Choice> {
     match kv.blend {
         Blend::Off | Blend::Ttft => longest(rows, ties),
-        Blend::Hard | Blend::Adaptive => bounded(factor(kv, rows), most, rows, ties),
+        Blend::Hard | Blend::Adaptive => bounded(factor(kv, rows), rows, ties),
         Blend::Soft | Blend::AdaptiveSoft => cheapest(kv, most, rows, ties),
     }
 }
@@ -51,7 +51,7 @@ pub(super) fn choose(kv: &KvExact, most: u64, rows: &Rows, ties: &mut Ties) -> O
 pub(super) fn factor(kv: &KvExact, rows: &Rows) -> u32 {
     match kv.blend {
         Blend::Adaptive => {
-            let load = adaptive_load(kv, holders_load(rows)).clamp(LOAD_ANCHOR, LOAD_SATURATED);
+            let load = adaptive_load(kv, rows.holders_load).clamp(LOAD_ANCHOR, LOAD_SATURATED);
             (175 + 125 * (load - LOAD_ANCHOR) / 10) as u32
         }
         Blend::Off | Blend::Hard | Blend::Soft | Blend::AdaptiveSoft | Blend::Ttft => kv.mean_load_factor,
@@ -61,7 +61,7 @@ pub(super) fn factor(kv: &KvExact, rows: &Rows) -> u32 {
 fn penalty(kv: &KvExact, rows: &Rows) -> u64 {
     match kv.blend {
         Blend::AdaptiveSoft => {
-            let load = adaptive_load(kv, holders_load(rows)).clamp(LOAD_ANCHOR, LOAD_SATURATED);
+            let load = adaptive_load(kv, rows.holders_load).clamp(LOAD_ANCHOR, LOAD_SATURATED);
             50_000 + 5_000 * (load - LOAD_ANCHOR)
         }
         Blend::Off | Blend::Hard | Blend::Soft | Blend::Adaptive | Blend::Ttft => u64::from(kv.load_penalty),
@@ -72,30 +72,32 @@ fn adaptive_load(kv: &KvExact, total: u64) -> u64 {
     kv.capacity_sum_milli.map_or(total, |own| total * u64::from(CAPACITY_REFERENCE_MILLI) / u64::from(own.max(1)))
 }
 
-fn holders(rows: &Rows) -> impl Iterator<Item = usize> + Clone {
-    rows.holders.iter().map(|place| usize::from(*place))
-}
-
-fn holders_load(rows: &Rows) -> u64 {
-    holders(rows).map(|place| u64::from(rows.load[place])).sum()
+fn of(places: &[u16]) -> impl Iterator<Item = usize> + Clone {
+    places.iter().map(|place| usize::from(*place))
 }
 
 fn longest(rows: &Rows, ties: &mut Ties) -> Option<Choice> {
-    let key = |place: usize| pair(u64::MAX - rows.worth[place], rows.load[place]);
-    ties.least(holders(rows), key).map(|place| Choice { place, cap: 0, cost: 0 })
+    ties.least(of(&rows.best), |place| rows.load[place]).map(|place| Choice { place, cap: 0, cost: 0 })
 }
 
-fn bounded(factor: u32, most: u64, rows: &Rows, ties: &mut Ties) -> Option<Choice> {
-    let total = holders_load(rows);
-    let sum: u64 = holders(rows).map(|place| rows.capacity(place)).sum();
-    let caps = Caps::new(factor, total, sum);
+fn bounded(factor: u32, rows: &Rows, ties: &mut Ties) -> Option<Choice> {
+    let caps = Caps::new(factor, rows.holders_load, rows.holders_capacity);
     let cap_of = |place: usize| caps.of(rows.capacity(place));
-    let below = holders(rows).filter(|place| u64::from(rows.load[*place]) < cap_of(*place));
-    let place = ties
-        .least(below, |place| pair(u64::MAX - rows.worth[place], rows.load[place]))
-        .or_else(|| ties.least(holders(rows), |place| pair(rows.load[place], u64::MAX - rows.worth[place])))?;
-    let winner = if rows.worth[place] == most { place } else { best(most, rows)? };
+    let below = |place: &usize| u64::from(rows.load[*place]) < cap_of(*place);
+    // Most often one of those with most is below its cap.
+    let of_best = ties.least(of(&rows.best).filter(below), |place| rows.load[place]);
+    let by_overlap = |place: usize| pair(u64::MAX - rows.worth[place], rows.load[place]);
+    let by_load = |place: usize| pair(rows.load[place], u64::MAX - rows.worth[place]);
+    let place = of_best
+        .or_else(|| ties.least(of(&rows.holders).filter(below), by_overlap))
+        .or_else(|| ties.least(of(&rows.holders), by_load))?;
+    let winner = if of_best.is_some() { place } else { best_or(place, rows) };
     Some(Choice { place, cap: cap_of(winner), cost: 0 })
+}
+
+/// The place if it is of one with most overlap, else the first such.
+fn best_or(place: usize, rows: &Rows) -> usize {
+    if of(&rows.best).any(|best| best == place) { place } else { best(rows).unwrap_or(place) }
 }
 
 fn cheapest(kv: &KvExact, most: u64, rows: &Rows, ties: &mut Ties) -> Option<Choice> {
@@ -106,10 +108,10 @@ fn cheapest(kv: &KvExact, most: u64, rows: &Rows, ties: &mut Ties) -> Option<Cho
         missing.saturating_add(penalty * u64::from(rows.load[place]) / rows.capacity(place))
     };
     let key = |place: usize| (cost(place), u64::MAX - rows.worth[place], rows.load[place]);
-    ties.least(holders(rows), key).map(|place| Choice { place, cap: 0, cost: cost(place) })
+    ties.least(of(&rows.holders), key).map(|place| Choice { place, cap: 0, cost: cost(place) })
 }
 
 /// The holder with most overlap, the first of equals.
-pub(super) fn best(most: u64, rows: &Rows) -> Option<usize> {
-    holders(rows).filter(|place| rows.worth[*place] == most).min()
+pub(super) fn best(rows: &Rows) -> Option<usize> {
+    of(&rows.best).min()
 }

@@ -14,28 +14,10 @@ pub(super) fn overlap(kv: &KvExact, prompt_tokens: u64, runs: &[Run], rows: &mut
     if prompt_tokens < u64::from(kv.min_match_tokens) {
         return Err(MissReason::Shallow);
     }
-    let mut most = 0;
-    let mut held = false;
-    for (number, run) in runs.iter().enumerate().filter(|(_, run)| run.blocks > 0) {
-        held = true;
-        // An endpoint that the tables do not know yet, or no longer, is nobody's candidate.
-        if !rows.is_candidate(run.endpoint) {
-            continue;
-        }
-        let place = run.endpoint.index();
-        let worth = worth(kv, run, runs).saturating_mul(block_tokens(kv, run));
-        let best = rows.worth[place];
-        if worth > best {
-            if best == 0 {
-                rows.holders.push(run.endpoint.0);
-            }
-            rows.worth[place] = worth;
-            rows.run[place] = number as u32;
-            most = most.max(worth);
-        }
-    }
+    let most = rows.note_overlap(runs, |run| worth(kv, run, runs).saturating_mul(block_tokens(kv, run)));
+    let held = || runs.iter().any(|run| run.blocks > 0);
     match most {
-        0 if held => Err(MissReason::Excluded),
+        0 if held() => Err(MissReason::Excluded),
         0 if prompt_tokens < u64::from(kv.block_tokens) => Err(MissReason::Hashes),
         0 => Err(MissReason::NoWorker),
         _ => Ok(most),
@@ -47,25 +29,28 @@ pub(super) fn block_tokens(kv: &KvExact, run: &Run) -> u64 {
     u64::from(run.block_tokens.map_or(kv.block_tokens, NonZeroU32::get))
 }
 
-/// What a run is worth, in hundredths of one of its blocks in device memory: a run that reaches into slower media counts
-/// what lies nearer as what it is, and the rest by its medium's weight.
+/// What a run is worth, in hundredths of one of its blocks in device memory.
 fn worth(kv: &KvExact, run: &Run, runs: &[Run]) -> u64 {
+    match run.medium {
+        Medium::Device => u64::from(run.blocks) * DEVICE_WORTH,
+        Medium::Cpu | Medium::Storage => worth_beyond_device(kv, run, runs),
+    }
+}
+
+/// The same of a run that reaches into slower media: what lies nearer counts as what it is, and the rest by its medium's
+/// weight.
+#[cold]
+fn worth_beyond_device(kv: &KvExact, run: &Run, runs: &[Run]) -> u64 {
     let within = |medium: Medium| {
         let same = |other: &&Run| (other.endpoint, other.rank, other.medium) == (run.endpoint, run.rank, medium);
         u64::from(runs.iter().find(same).map_or(0, |other| other.blocks))
     };
     let blocks = u64::from(run.blocks);
     let behind = |nearer: u64, weight: u8| blocks.saturating_sub(nearer) * u64::from(weight);
-    match run.medium {
-        Medium::Device => blocks * DEVICE_WORTH,
-        Medium::Cpu => {
-            let device = within(Medium::Device);
-            device * DEVICE_WORTH + behind(device, kv.weights.cpu)
-        }
-        Medium::Storage => {
-            let device = within(Medium::Device);
-            let cpu = within(Medium::Cpu).max(device);
-            device * DEVICE_WORTH + (cpu - device) * u64::from(kv.weights.cpu) + behind(cpu, kv.weights.storage)
-        }
+    let device = within(Medium::Device);
+    if run.medium == Medium::Cpu {
+        return device * DEVICE_WORTH + behind(device, kv.weights.cpu);
     }
+    let cpu = within(Medium::Cpu).max(device);
+    device * DEVICE_WORTH + (cpu - device) * u64::from(kv.weights.cpu) + behind(cpu, kv.weights.storage)
 }

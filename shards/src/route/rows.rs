@@ -4,6 +4,7 @@ use std::cell::Cell;
 
 use super::ttft::Busy;
 use crate::ids::{EndpointIndex, ShardId};
+use crate::inventory::Run;
 use crate::load::{Load, LoadSlot, Packed, View};
 use crate::service::{Edition, Role, Service, magnitude};
 
@@ -117,6 +118,12 @@ pub(super) struct Rows {
     pub(super) run: Vec<u32>,
     /// Candidates whose `worth` is not 0.
     pub(super) holders: Vec<u16>,
+    /// Those of them that have most.
+    pub(super) best: Vec<u16>,
+    /// Requests in flight at holders.
+    pub(super) holders_load: u64,
+    /// Capacity of holders.
+    pub(super) holders_capacity: u64,
     /// How many are candidates.
     pub(super) candidates: u32,
     /// Requests in flight at all candidates.
@@ -166,6 +173,8 @@ impl Rows {
         self.worth.clear();
         self.worth.resize(self.candidate.len(), 0);
         self.holders.clear();
+        self.best.clear();
+        (self.holders_load, self.holders_capacity) = (0, 0);
         let flight = |(slot, candidate): (&LoadSlot, &bool)| loads.packed(*slot).only_if(*candidate);
         self.flight.clear();
         self.flight.extend(self.slot.iter().zip(&self.candidate).map(flight));
@@ -226,6 +235,51 @@ impl Rows {
         self.cold = [cold.next(), cold.next()];
     }
 
+    /// Notes what each run is worth in its endpoint's row, where it is the best there and that is a candidate: an endpoint
+    /// that the tables do not know yet, or no longer, is nobody's. Returns the most.
+    pub(super) fn note_overlap<'a>(&mut self, runs: &'a [Run], worth: impl Fn(&'a Run) -> u64) -> u64 {
+        let Rows { candidate, worth: best, run: best_run, holders, .. } = self;
+        // Known to be of one length, so that one comparison is enough for all of them.
+        let count = candidate.len();
+        let (best, best_run) = (&mut best[..count], &mut best_run[..count]);
+        // Written without a look at the room that is left.
+        holders.resize(runs.len(), 0);
+        let (mut most, mut found) = (0, 0);
+        for (number, run) in runs.iter().enumerate() {
+            let place = run.endpoint.index();
+            if place >= count || !candidate[place] {
+                continue;
+            }
+            let worth = worth(run);
+            let before = best[place];
+            if worth > before {
+                holders[found] = run.endpoint.0;
+                found += usize::from(before == 0);
+                (best[place], best_run[place]) = (worth, number as u32);
+                most = most.max(worth);
+            }
+        }
+        holders.truncate(found);
+        self.sum_up_holders(most);
+        most
+    }
+
+    /// Adds up what holders have in flight and hold, and finds those with the most.
+    fn sum_up_holders(&mut self, most: u64) {
+        self.best.resize(self.holders.len(), 0);
+        let (mut best, mut load, mut capacity) = (0, 0, 0);
+        for holder in &self.holders {
+            let place = usize::from(*holder);
+            // No branch: nobody can foresee who has most.
+            self.best[best] = *holder;
+            best += usize::from(self.worth[place] == most);
+            load += u64::from(self.load[place]);
+            capacity += self.capacity(place);
+        }
+        self.best.truncate(best);
+        (self.holders_load, self.holders_capacity) = (load, capacity);
+    }
+
     /// What is in flight at a candidate, by what it waits for.
     pub(super) fn flight(&self, place: usize) -> Load {
         self.flight[place].load()
@@ -238,7 +292,11 @@ impl Rows {
         let load = flight.requests();
         self.flight[place] = flight;
         let before = std::mem::replace(&mut self.load[place], load);
-        self.total = self.total - u64::from(before) + u64::from(load);
+        let again = |sum: u64| sum - u64::from(before) + u64::from(load);
+        self.total = again(self.total);
+        if self.worth[place] > 0 {
+            self.holders_load = again(self.holders_load);
+        }
         load != before
     }
 

@@ -60,7 +60,7 @@ pub(super) fn decide(
         }
     };
     let (winner, mut decision) = of_blend.ok_or(MissReason::NoWorker)?;
-    decision.best_tokens = blend::best(most, rows).map_or(0, |place| prompt.hit_at(place, rows).1);
+    decision.best_tokens = blend::best(rows).map_or(0, |place| prompt.hit_at(place, rows).1);
     // What has nothing yet at the claimed endpoint is no hit, and is neither counted nor diverted.
     if decision.tier == Tier::KvExact
         && let Some((tick, turn_of)) = seed(&service.shared, kv, winner, facts.seed_tick, rows)
@@ -131,7 +131,7 @@ fn by_overlap(prompt: &Prompt<'_>, most: u64, choice: Choice, rows: &Rows) -> (u
     let mut decision = prompt.at(winner, Tier::KvExact, reason, rows);
     (decision.terms.cap, decision.terms.cost) = (choice.cap, choice.cost);
     if spilled {
-        decision.spilled_from = blend::best(most, rows).map(|place| EndpointIndex(place as u16));
+        decision.spilled_from = blend::best(rows).map(|place| EndpointIndex(place as u16));
     } else if kv.spill_relief {
         let factor = blend::factor(kv, rows);
         decision.terms.cap = rows.fleet_cap(winner, factor);

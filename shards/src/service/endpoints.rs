@@ -79,7 +79,8 @@ mod tests {
     fn whatever_a_decision_keeps_of_them_makes_another_edition_when_it_changes() {
         let shared = EndpointShared::new(EndpointIndex(0), LoadSlot(0), 1);
         let mut endpoints = Endpoints::from(vec![Endpoint::at(([127, 0, 0, 1], 80).into(), shared)]);
-        let changes: [(&str, fn(&mut Endpoints)); 6] = [
+        type Change = fn(&mut Endpoints);
+        let changes: [(&str, Change); 6] = [
             ("down", |all| _ = all[0].shared.mark_down()),
             ("up", |all| _ = all[0].shared.mark_up()),
             ("the first block", |all| all[0].shared.set_kv_blocks(1)),

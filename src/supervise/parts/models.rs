@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use shards::prompt::ModelTable;
 use tokio::sync::mpsc;
 
+use crate::admin::Families;
 use crate::config::Config;
 use crate::models::{self, Control as Loader, ModelState, ModelStatus};
 use crate::supervise::Entry;
@@ -62,6 +63,20 @@ impl ModelsPart {
         self.0.status().iter().map(show).collect()
     }
 
+    /// Models whose files cannot be used, for Prometheus.
+    pub(crate) fn encode(&self, families: &mut Families<'_>) -> std::fmt::Result {
+        let faults = self.0.status().into_iter().filter_map(|model| {
+            let in_use = match model.state {
+                ModelState::Ready { files_problem, .. } => files_problem.map(|_| "earlier"),
+                ModelState::Failed { .. } => Some("none"),
+                ModelState::Staged => None,
+            };
+            Some((vec![("model", model.slug), ("in_use", in_use?.to_owned())], 1))
+        });
+        let help = "Models whose files cannot be used, by which ones are";
+        families.gauge("kvlane_model_files_unusable", help, faults)
+    }
+
     pub(super) fn stop(&self) {
         self.0.stop();
     }
@@ -70,12 +85,13 @@ impl ModelsPart {
 fn show(model: &ModelStatus) -> Value {
     let mut value = json!({"model": model.slug, "path": model.path, "named_by_rule": model.named_by_rule});
     match &model.state {
-        ModelState::Ready { template, template_assumed, template_problem, digest } => {
+        ModelState::Ready { template, template_assumed, template_problem, digest, files_problem } => {
             value["state"] = json!("ready");
             value["template"] = json!(template);
             value["template_assumed"] = json!(template_assumed);
             value["template_problem"] = json!(template_problem);
             value["digest"] = json!(**digest);
+            value["files_problem"] = json!(files_problem);
         }
         ModelState::Staged => value["state"] = json!("staged"),
         ModelState::Failed { reason } => {

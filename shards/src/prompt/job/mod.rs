@@ -408,8 +408,9 @@ impl<'a> Job<'a> {
                 break;
             }
             let piece = &self.memory.text[at..end];
-            tokenizer.encode(piece, &mut self.scratch, &mut self.piece).map_err(|error| {
-                tracing::debug!(%error, "a prompt is routed without keys");
+            tokenizer.encode(piece, &mut self.scratch, &mut self.piece).map_err(|_| {
+                // What the tokenizer says of it may quote it.
+                tracing::debug!("a prompt cannot be encoded: it is routed without keys");
                 MissReason::Tokenize
             })?;
             self.finish_piece();
