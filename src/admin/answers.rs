@@ -3,16 +3,21 @@
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::fields::Problem;
 use crate::supervise::{ApplyError, PartError, RegistryError};
 
 /// The answer that clients insist on; warnings stand beside it where there are any.
 pub(super) fn success(warnings: &[Problem]) -> Response {
+    done(&warnings.iter().map(Problem::to_string).collect::<Vec<_>>())
+}
+
+/// As [`success`], with warnings of any origin.
+pub(super) fn done(warnings: &[String]) -> Response {
     let mut body = json!({"result": "Success"});
     if !warnings.is_empty() {
-        body["warnings"] = warnings.iter().map(|warning| Value::String(warning.to_string())).collect();
+        body["warnings"] = json!(warnings);
     }
     (StatusCode::OK, Json(body)).into_response()
 }

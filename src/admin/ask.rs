@@ -3,9 +3,12 @@
 use axum::body::Bytes;
 use axum::extract::{FromRequest, FromRequestParts, Query, Request};
 use axum::http::request::Parts;
-use axum::response::{IntoResponse as _, Response};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::Response;
 
+use super::BODY_BYTES_MAX;
 use super::answers::refusal;
+use super::guard::place_of;
 use super::rule_path::Names;
 
 /// A query's names and values; of a name given twice the last counts.
@@ -23,17 +26,33 @@ impl<S: Sync> FromRequestParts<S> for Asked {
     }
 }
 
-/// A whole body.
+/// A whole body. One of more bytes than `MAX`, which the route's own limit is, is answered 413; one that does not come in
+/// time 408, and its connection is closed.
 #[derive(Debug)]
-pub(super) struct Whole(pub(super) Bytes);
+pub(super) struct Whole<const MAX: usize = BODY_BYTES_MAX>(pub(super) Bytes);
 
-impl<S: Send + Sync> FromRequest<S> for Whole {
+impl<S: Send + Sync, const MAX: usize> FromRequest<S> for Whole<MAX> {
     type Rejection = Response;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Response> {
-        match Bytes::from_request(request, state).await {
-            Ok(bytes) => Ok(Whole(bytes)),
-            Err(rejection) => Err(refusal(rejection.status(), &rejection.body_text()).into_response()),
+        let place = place_of(request.extensions());
+        let body = Bytes::from_request(request, state);
+        let body = match place {
+            Some(place) => place.body(body).await,
+            None => Some(body.await),
+        };
+        match body {
+            Some(Ok(bytes)) => Ok(Whole(bytes)),
+            Some(Err(rejection)) if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE => Err(refusal(
+                rejection.status(),
+                &format!("the body is larger than {MAX} bytes, the most that is read here"),
+            )),
+            Some(Err(rejection)) => Err(refusal(rejection.status(), &rejection.body_text())),
+            None => {
+                let mut late = refusal(StatusCode::REQUEST_TIMEOUT, "the body of the request did not come in time");
+                late.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+                Err(late)
+            }
         }
     }
 }

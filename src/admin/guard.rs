@@ -2,12 +2,12 @@
 //! down of changes.
 
 use std::net::SocketAddr;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use axum::extract::connect_info::{ConnectInfo, Connected};
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::http::{Extensions, HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::Response;
 use axum::serve::IncomingStream;
@@ -17,9 +17,11 @@ use crate::access::{Role, Tokens};
 
 use super::accept::Bounded;
 use super::answers::refusal;
+use super::places::{Place, Turn};
 use super::{BASE, Context};
 
-/// Requests per second that are answered in the long run, from all clients together. Beyond it: 429.
+/// Requests per second that are answered in the long run, from all clients together; where there are tokens, those who
+/// show one and those who show none have as much each. Beyond it: 429.
 pub(super) const REQUESTS_PER_SECOND_MAX: f64 = 1000.0;
 /// Requests that may come at once.
 const BURST_MAX: f64 = 2000.0;
@@ -27,19 +29,45 @@ const BURST_MAX: f64 = 2000.0;
 /// What anybody may ask for, as in the reference.
 const OPEN: [&str; 3] = ["/version", "/meta", "/metrics"];
 
-/// Who is at the other end.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Peer(SocketAddr);
+/// Who asks where nobody is asked who they are.
+const NOBODY: &str = "-";
+
+/// Who is at the other end, and the place of their connection.
+#[derive(Clone, Debug)]
+pub(super) struct Peer {
+    address: SocketAddr,
+    place: Arc<Place>,
+}
 
 impl Connected<IncomingStream<'_, Bounded>> for Peer {
     fn connect_info(stream: IncomingStream<'_, Bounded>) -> Self {
-        Peer(*stream.remote_addr())
+        Peer { address: *stream.remote_addr(), place: Arc::clone(stream.io().place()) }
     }
+}
+
+/// The place of the connection that a request came over; none where it came over none.
+pub(super) fn place_of(extensions: &Extensions) -> Option<Arc<Place>> {
+    extensions.get::<ConnectInfo<Peer>>().map(|ConnectInfo(peer)| Arc::clone(&peer.place))
+}
+
+/// Notes that a request's head has come, before anything else is done with it.
+pub(super) async fn heard(request: Request, next: Next) -> Response {
+    if let Some(place) = place_of(request.extensions()) {
+        place.now(Turn::Work);
+    }
+    next.run(request).await
+}
+
+/// How many requests are still allowed. Those who may not come in cannot use up what those have who may.
+#[derive(Debug, Default)]
+pub(super) struct Rates {
+    known: Rate,
+    strangers: Rate,
 }
 
 /// Requests still allowed, refilled with time.
 #[derive(Debug)]
-pub(super) struct Rate(Mutex<(f64, Instant)>);
+struct Rate(Mutex<(f64, Instant)>);
 
 impl Default for Rate {
     fn default() -> Self {
@@ -64,14 +92,16 @@ impl Rate {
 /// Lets a request through, or answers it; every change that is asked for is written down with what became of it, without
 /// its body.
 pub(super) async fn guard(State(context): State<Context>, request: Request, next: Next) -> Response {
-    if !context.rate.take(Instant::now()) {
+    let changes = !matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
+    let tokens = context.access.as_ref().and_then(|access| access.tokens());
+    let allowed = allowed(tokens.as_deref(), &request, changes);
+    let is_known = allowed.as_ref().is_ok_and(|who| who != NOBODY) || tokens.is_none();
+    let rate = if is_known { &context.rates.known } else { &context.rates.strangers };
+    if !rate.take(Instant::now()) {
         let mut response = refusal(StatusCode::TOO_MANY_REQUESTS, "too many requests to the management API");
         response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
         return response;
     }
-    let changes = !matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS);
-    let tokens = context.access.as_ref().and_then(|access| access.tokens());
-    let allowed = allowed(tokens.as_deref(), &request, changes);
     if !changes {
         return match allowed {
             Ok(_) => next.run(request).await,
@@ -79,10 +109,10 @@ pub(super) async fn guard(State(context): State<Context>, request: Request, next
         };
     }
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
-    let peer = request.extensions().get::<ConnectInfo<Peer>>().map(|ConnectInfo(Peer(address))| *address);
+    let peer = request.extensions().get::<ConnectInfo<Peer>>().map(|ConnectInfo(peer)| peer.address);
     let (who, response) = match allowed {
         Ok(who) => (who, next.run(request).await),
-        Err(response) => ("-".to_owned(), *response),
+        Err(response) => (NOBODY.to_owned(), *response),
     };
     let status = response.status().as_u16();
     info!(target: "kvlane::audit", %method, path, status, who, peer = ?peer, "management API");
@@ -98,12 +128,12 @@ fn allowed(tokens: Option<&Tokens>, request: &Request, changes: bool) -> Result<
                 let what = "pages in browsers may change nothing while there is no token file ([admin] tokens)";
                 Err(Box::new(refusal(StatusCode::FORBIDDEN, what)))
             }
-            false => Ok("-".to_owned()),
+            false => Ok(NOBODY.to_owned()),
         };
     };
     let open = |path: &str| OPEN.contains(&path);
     if !changes && request.uri().path().strip_prefix(BASE).is_some_and(open) {
-        return Ok("-".to_owned());
+        return Ok(NOBODY.to_owned());
     }
     match token_of(request.headers()).and_then(|token| tokens.who(token)) {
         None => {

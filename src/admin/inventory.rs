@@ -5,25 +5,32 @@
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
+use std::io;
 use std::pin::Pin;
-use std::task::{Context as TaskContext, Poll};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context as TaskContext, Poll, ready};
+use std::time::Duration;
 
 use axum::Json;
 use axum::body::{Body, Bytes};
-use axum::extract::State;
-use axum::http::{StatusCode, header};
+use axum::extract::{Request, State};
+use axum::http::{Extensions, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use futures_core::Stream;
 use serde_json::json;
 use shards::ids::{EndpointIndex, ServiceId};
 use shards::inventory::ReaderFactory;
 use shards::service::Role;
+use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::supervise::View;
 
-use super::Context;
 use super::ask::Asked;
+use super::places::Turn;
+use super::{Context, guard};
 
 /// Keys written in one piece of an answer.
 const KEYS_PER_PIECE: usize = 4096;
@@ -33,6 +40,18 @@ const PIECES_AHEAD: usize = 4;
 const PAGE_MAX: usize = 1_000_000;
 /// Dumps under way at once, each with up to 8 bytes per key. Beyond it they wait for one another.
 pub(super) const DUMPS_MAX: usize = 4;
+/// Longest wait for one another. Then: 503.
+const ROOM_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a client may take for the first pieces, and for each further one; a connection that takes nothing at all is
+/// ended anyway. One that takes longer loses its place, and its answer ends before its end.
+const PACE: Pace = Pace { first: Duration::from_secs(10), each: Duration::from_millis(500) };
+
+/// How fast an answer is to be taken.
+#[derive(Clone, Copy)]
+struct Pace {
+    first: Duration,
+    each: Duration,
+}
 
 /// What is asked for.
 struct Wanted {
@@ -53,7 +72,7 @@ struct Found {
     algo: &'static str,
 }
 
-pub(super) async fn dump(State(context): State<Context>, Asked(query): Asked) -> Response {
+pub(super) async fn dump(State(context): State<Context>, Asked(query): Asked, request: Request) -> Response {
     let wanted = match read(&query) {
         Ok(wanted) => wanted,
         Err(text) => return error(StatusCode::BAD_REQUEST, text),
@@ -61,11 +80,35 @@ pub(super) async fn dump(State(context): State<Context>, Asked(query): Asked) ->
     let Some(found) = find(&context.control.view(), &wanted) else {
         return error(StatusCode::NOT_FOUND, "service or endpoint not found".to_owned());
     };
-    // The semaphore is never closed; were it, dumps would only go uncounted.
-    let room = std::sync::Arc::clone(&context.dumps).acquire_owned().await.ok();
-    let (pieces, body) = mpsc::channel(PIECES_AHEAD);
-    tokio::task::spawn_blocking(move || write(&wanted, &found, &pieces, room));
-    ([(header::CONTENT_TYPE, "application/json")], Body::from_stream(Pieces(body))).into_response()
+    let Some(room) = room(&context, request.extensions()).await else {
+        let text = "other inventories are being read: ask again, or for pages (limit=)";
+        let mut busy = error(StatusCode::SERVICE_UNAVAILABLE, text.to_owned());
+        busy.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("5"));
+        return busy;
+    };
+    let (mut taker, body) = taken_at(PACE);
+    tokio::task::spawn_blocking(move || {
+        let _room = room;
+        write(&wanted, &found, &mut taker).map(|()| taker.end())
+    });
+    ([(header::CONTENT_TYPE, "application/json")], Body::from_stream(body)).into_response()
+}
+
+/// Room for a dump; none where it is long in coming. A connection that waits for it makes room for others.
+async fn room(context: &Context, extensions: &Extensions) -> Option<OwnedSemaphorePermit> {
+    if let Ok(room) = Arc::clone(&context.dumps).try_acquire_owned() {
+        return Some(room);
+    }
+    let place = guard::place_of(extensions);
+    let turn = |turn| place.iter().for_each(|place| place.now(turn));
+    turn(Turn::Queue);
+    let room = timeout(ROOM_TIMEOUT, Arc::clone(&context.dumps).acquire_owned()).await;
+    turn(Turn::Work);
+    room.ok()?.ok()
+}
+
+pub(super) async fn no_such_method() -> Response {
+    (StatusCode::METHOD_NOT_ALLOWED, [(header::ALLOW, "GET, HEAD")], "method not allowed\n").into_response()
 }
 
 fn read(query: &HashMap<String, String>) -> Result<Wanted, String> {
@@ -103,13 +146,7 @@ fn find(view: &View, wanted: &Wanted) -> Option<Found> {
 }
 
 /// Writes the answer; ends early when nobody takes it any more.
-fn write(
-    wanted: &Wanted,
-    found: &Found,
-    pieces: &mpsc::Sender<Bytes>,
-    _room: Option<OwnedSemaphorePermit>,
-) -> Option<()> {
-    let send = |text: &mut String| pieces.blocking_send(Bytes::from(std::mem::take(text))).ok();
+fn write(wanted: &Wanted, found: &Found, taker: &mut Taker) -> Option<()> {
     let page = Page::of(found, wanted);
     let mut text = format!(
         "{{\"service_id\":{},\"ep_idx\":{},\"hash_algo\":\"{}\"",
@@ -122,7 +159,7 @@ fn write(
             // Writing to a text cannot fail.
             let _ = write!(text, "{comma}{{\"block_idx\":{},\"hash_uint64\":{key}}}", page.before + i);
             if i % KEYS_PER_PIECE == KEYS_PER_PIECE - 1 {
-                send(&mut text)?;
+                taker.hand(&mut text)?;
             }
         }
         text.push(']');
@@ -133,7 +170,7 @@ fn write(
         let _ = write!(text, ",\"next_cursor\":\"{next}\"");
     }
     text.push('}');
-    send(&mut text)
+    taker.hand(&mut text)
 }
 
 /// A part of an endpoint's keys in ascending order. A key that is held all along is on exactly one page.
@@ -180,14 +217,54 @@ fn each_key(readers: &ReaderFactory, endpoint: EndpointIndex, each: &mut dyn FnM
     }
 }
 
-/// Pieces of an answer as its writer hands them over.
-struct Pieces(mpsc::Receiver<Bytes>);
+/// The two ends of an answer that is to be taken at a pace. Called within a runtime.
+fn taken_at(pace: Pace) -> (Taker, Pieces) {
+    let (pieces, body) = mpsc::channel(PIECES_AHEAD);
+    let whole = Arc::new(AtomicBool::new(false));
+    let taker = Taker { pieces, whole: Arc::clone(&whole), runtime: Handle::current(), pace, until: None };
+    (taker, Pieces { pieces: body, whole })
+}
+
+/// Where the writer of an answer hands over its pieces.
+struct Taker {
+    pieces: mpsc::Sender<Bytes>,
+    whole: Arc<AtomicBool>,
+    runtime: Handle,
+    pace: Pace,
+    /// When the next piece is to be taken at the latest.
+    until: Option<Instant>,
+}
+
+impl Taker {
+    /// Hands over a piece; none where the client left or is too slow. Blocks.
+    fn hand(&mut self, text: &mut String) -> Option<()> {
+        let until = self.until.map_or_else(|| Instant::now() + self.pace.first, |until| until + self.pace.each);
+        self.until = Some(until);
+        let piece = self.pieces.send(Bytes::from(std::mem::take(text)));
+        self.runtime.block_on(async { timeout_at(until, piece).await }).ok()?.ok()
+    }
+
+    /// Ends the answer as a whole one.
+    fn end(self) {
+        self.whole.store(true, Ordering::Release);
+    }
+}
+
+/// Pieces of an answer as its writer hands them over. One that ends early is an error: the connection ends with it.
+struct Pieces {
+    pieces: mpsc::Receiver<Bytes>,
+    whole: Arc<AtomicBool>,
+}
 
 impl Stream for Pieces {
-    type Item = Result<Bytes, std::convert::Infallible>;
+    type Item = io::Result<Bytes>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<Option<Self::Item>> {
-        self.0.poll_recv(context).map(|piece| piece.map(Ok))
+        Poll::Ready(match ready!(self.pieces.poll_recv(context)) {
+            Some(piece) => Some(Ok(piece)),
+            None if self.whole.swap(true, Ordering::Acquire) => None,
+            None => Some(Err(io::ErrorKind::TimedOut.into())),
+        })
     }
 }
 
@@ -202,9 +279,10 @@ fn error(status: StatusCode, text: String) -> Response {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-    use std::time::{Duration, Instant};
+    use std::sync::atomic::AtomicU32;
+    use std::time::Instant;
 
+    use axum::body::to_bytes;
     use shards::ids::{BlockKey, Rank};
     use shards::inventory;
 
@@ -290,5 +368,33 @@ mod tests {
             }
         }
         assert_eq!(keys, whole.keys);
+    }
+
+    /// What a client gets of a dump that it takes so slowly.
+    fn dumped(pace: Pace, keys: u64, waits: Duration) -> Result<Bytes, axum::Error> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        runtime.block_on(async {
+            let (mut taker, body) = taken_at(pace);
+            let (found, writer) = found(keys);
+            let written = tokio::task::spawn_blocking(move || {
+                let _writer = writer;
+                write(&wanted(None, None), &found, &mut taker).map(|()| taker.end())
+            });
+            tokio::time::sleep(waits).await;
+            let taken = to_bytes(Body::from_stream(body), usize::MAX).await;
+            written.await.expect("it ends, and gives its room back");
+            taken
+        })
+    }
+
+    #[test]
+    fn a_dump_that_is_taken_too_slowly_ends_and_is_no_whole_answer() {
+        let keys = (KEYS_PER_PIECE * (PIECES_AHEAD + 3)) as u64;
+        let short = Pace { first: Duration::from_millis(20), each: Duration::ZERO };
+        assert!(dumped(short, keys, Duration::from_millis(200)).is_err());
+        let patient = Pace { first: PATIENCE, each: Duration::ZERO };
+        let whole = dumped(patient, keys, Duration::ZERO).expect("a whole answer");
+        let whole: serde_json::Value = serde_json::from_slice(&whole).expect("JSON");
+        assert_eq!(whole["total"], keys);
     }
 }

@@ -18,6 +18,7 @@ mod metrics;
 mod metrics_pd;
 mod openapi;
 mod parity;
+mod places;
 mod post;
 mod process;
 mod routes;
@@ -68,7 +69,7 @@ pub struct Admin {
     dumps: Arc<Semaphore>,
     hosts: hosts::Hosts,
     shows_metrics: Arc<AtomicBool>,
-    rate: Arc<guard::Rate>,
+    rates: Arc<guard::Rates>,
 }
 
 use Admin as Context;
@@ -88,7 +89,7 @@ impl Admin {
             dumps: Arc::new(Semaphore::new(inventory::DUMPS_MAX)),
             hosts: hosts::Hosts::default(),
             shows_metrics: Arc::new(AtomicBool::new(true)),
-            rate: Arc::default(),
+            rates: Arc::default(),
         }
     }
 }
@@ -152,6 +153,7 @@ fn api(context: Context) -> Router {
         .method_not_allowed_fallback(answers::no_such_method)
         .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .layer(guarded)
+        .layer(axum::middleware::from_fn(guard::heard))
         .with_state(context)
 }
 
@@ -162,6 +164,7 @@ fn metrics_only(context: Context) -> Router {
         .route("/readyz", get(status::readyz))
         .fallback(answers::no_such_path)
         .method_not_allowed_fallback(answers::no_such_method)
+        .layer(axum::middleware::from_fn(guard::heard))
         .with_state(context)
 }
 

@@ -13,7 +13,7 @@ use crate::rules::{Oper, Purpose, check_request, purpose_of};
 use crate::supervise::{Control, Entry, Origin, RegistryError, Selector};
 
 use super::Context;
-use super::answers::{not_applied, problems, refusal, success};
+use super::answers::{done, not_applied, problems, refusal, success};
 use super::ask::Whole;
 
 /// Why a body is refused before the supervisor is asked.
@@ -151,7 +151,10 @@ async fn put(context: &Context, body: Value) -> Response {
         warn!(rule = %key, %warning, "rule posted");
     }
     match context.control.apply(rule, Origin::Api(Arc::new(body))).await {
-        Ok(_) => success(&warnings),
+        Ok(_) => {
+            let passing = context.control.view().kept.passing();
+            done(&warnings.iter().map(Problem::to_string).chain(passing.map(str::to_owned)).collect::<Vec<_>>())
+        }
         Err(error) => {
             info!(rule = %key, %error, "rule refused");
             not_applied(&error)

@@ -197,10 +197,14 @@ fn of_caches() -> Vec<Operation> {
     const ONE_RULE: &[Query] = &[query("service_id", "integer", "Only this rule")];
     const NONCE: &[Query] = &[needed("nonce", "string", "64 hex digits, drawn at random")];
     vec![
-        reads("/config/ai/kv/inventory", inventory::dump)
-            .asks(INVENTORY)
-            .answers("Inventory")
-            .says("The keys that an endpoint's engine has announced"),
+        Operation {
+            route: get(inventory::dump).fallback(inventory::no_such_method),
+            ..reads("/config/ai/kv/inventory", inventory::dump)
+        }
+        .asks(INVENTORY)
+        .answers("Inventory")
+        .says("The keys that an endpoint's engine has announced")
+        .unavailable("Others are being read, and took too long"),
         writes("/config/ai/kv/explain", explain::explain)
             .asks(REQUEST)
             .takes("Anything")

@@ -90,7 +90,7 @@ pub(super) async fn status(State(context): State<Context>, path: Taken<Names>, A
         json!({
             "adminStateUp": true,
             "operatingStatus": operating_status(&entry),
-            "lastUpdated": rfc3339(entry.changed),
+            "lastUpdated": rfc3339(entry.updated()),
         })
     }))
 }
@@ -99,8 +99,9 @@ fn operating_status(entry: &Entry) -> &'static str {
     let endpoints = entry.service.endpoints.iter().filter(|endpoint| !endpoint.retired && endpoint.weight > 0);
     let (up, all) = endpoints.fold((0, 0), |(up, all), e| (up + usize::from(e.is_candidate()), all + 1));
     match up {
-        // Every endpoint drains.
+        // Every endpoint drains; or none has been probed yet.
         0 if all == 0 => "OFFLINE",
+        _ if entry.usable() == 0 && up > 0 => "NO_MONITOR",
         0 => "ERROR",
         _ if up < all => "DEGRADED",
         _ => "ONLINE",

@@ -9,48 +9,39 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
 use crate::fields::{Problem, from_json};
-use crate::rules::{Rule, check_request, readback};
-use crate::supervise::{Difference, Origin, Scope};
+use crate::rules::{Rule, check_request, stated};
+use crate::supervise::{Difference, Entry, Origin, Scope};
 
-use super::Context;
 use super::answers::{not_applied, problems, refusal, success};
 use super::ask::{Asked, Whole};
 use super::secrets::Sees;
+use super::{Context, SNAPSHOT_BYTES_MAX};
 
 /// The version of the document.
 const VERSION: u64 = 1;
 
-/// The rules of the API as bodies that make them again; the configuration file has its own.
+/// The rules of the API as bodies that make them again, with what was said of them and no defaults; the configuration file
+/// has its own.
 pub(super) async fn snapshot(State(context): State<Context>, sees: Sees) -> Response {
     let view = context.control.view();
-    let rules: Vec<Value> = view
-        .entries
-        .iter()
-        .filter_map(|entry| match &entry.origin {
-            Origin::File => None,
-            Origin::Api(_) => Some(sees.of(again(readback(&entry.rule, entry.id, &[]), &entry.uuid))),
-        })
-        .collect();
+    let again = |entry: &Arc<Entry>| match &entry.origin {
+        Origin::File => None,
+        Origin::Api(body) => {
+            let mut body = stated(body);
+            body["serviceArguments"]["id"] = json!(*entry.uuid);
+            Some(sees.of(body))
+        }
+    };
+    let rules: Vec<Value> = view.entries.iter().filter_map(again).collect();
     Json(json!({"version": VERSION, "lbAttr": rules})).into_response()
 }
 
-/// A readback without what only its moment has.
-fn again(mut rule: Value, uuid: &str) -> Value {
-    rule["serviceArguments"]["id"] = json!(uuid);
-    if let Some(map) = rule["serviceArguments"].as_object_mut() {
-        map.remove("service_id");
-    }
-    for endpoint in rule["endpoints"].as_array_mut().into_iter().flatten() {
-        if let Some(map) = endpoint.as_object_mut() {
-            map.remove("state");
-            map.remove("counter");
-        }
-    }
-    rule
-}
-
 /// Makes the rules of the API those of a document, all of them or none.
-pub(super) async fn restore(State(context): State<Context>, Asked(query): Asked, Whole(body): Whole) -> Response {
+pub(super) async fn restore(
+    State(context): State<Context>,
+    Asked(query): Asked,
+    Whole(body): Whole<SNAPSHOT_BYTES_MAX>,
+) -> Response {
     let dry = match query.get("mode").map_or("commit", String::as_str) {
         "commit" => false,
         "dry-run" => true,
@@ -115,11 +106,8 @@ fn read(context: &Context, body: &[u8]) -> Result<Vec<(Rule, Origin)>, Vec<Probl
 
 /// Every acknowledged change is written down already; whoever asks hears where.
 pub(super) async fn persist(State(context): State<Context>) -> Response {
-    match &context.control.view().kept.file {
-        Some(_) => success(&[]),
-        None => refusal(
-            StatusCode::CONFLICT,
-            "rules of the API end with the process: name a [state] directory in the configuration file",
-        ),
+    match context.control.view().kept.passing() {
+        None => success(&[]),
+        Some(why) => refusal(StatusCode::CONFLICT, why),
     }
 }

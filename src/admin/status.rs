@@ -21,6 +21,7 @@ pub(super) async fn ready(State(context): State<Context>) -> Response {
         "ready": view.is_ready(),
         "rules_kept": {
             "file": view.kept.file,
+            "warning": view.kept.passing(),
             "waiting": waiting.collect::<Vec<_>>(),
             "damaged": view.kept.damaged,
         },
@@ -36,9 +37,10 @@ pub(super) async fn ready(State(context): State<Context>) -> Response {
 fn rule(entry: &Entry) -> Value {
     let endpoints = &entry.service.endpoints;
     let total = endpoints.iter().filter(|endpoint| !endpoint.retired).count();
-    let usable = endpoints.iter().filter(|endpoint| endpoint.is_candidate()).count();
-    let reason = match usable {
-        0 => "no endpoint is up with a weight above 0",
+    let (usable, untried) = (entry.usable(), entry.untried());
+    let reason = match (usable, untried) {
+        (0, 0) => "no endpoint is up with a weight above 0",
+        (0, _) => "no endpoint has answered GET /health yet; requests are sent to those that were not asked",
         _ => "",
     };
     json!({
@@ -49,6 +51,7 @@ fn rule(entry: &Entry) -> Value {
         "reason": reason,
         "endpoints": total,
         "usable_endpoints": usable,
+        "untried_endpoints": untried,
     })
 }
 

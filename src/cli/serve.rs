@@ -16,7 +16,7 @@ use crate::config::Config;
 use crate::cores::{self, Machine, Plan};
 use crate::fields::Problem;
 use crate::logs::{self, LogSwitch};
-use crate::supervise::{Origin, Supervisor};
+use crate::supervise::{Control, Origin, Supervisor};
 
 use super::{Outcome, descriptors, outcome_of, reload};
 
@@ -156,6 +156,19 @@ fn stop_signal() -> anyhow::Result<impl Future<Output = ()>> {
     })
 }
 
+/// What whoever starts a gateway for the first time may not expect.
+fn say_what_is_missing(control: &Control) {
+    let view = control.view();
+    if view.entries.is_empty() {
+        info!(
+            "there is no rule yet: write [[rule]] into a configuration file (serve -c FILE), or make one: kvlane create lb"
+        );
+    }
+    if let Some(passing) = view.kept.passing() {
+        info!("{passing}");
+    }
+}
+
 /// Runs a gateway on the current thread and runtime until `stop` is done and everything is drained. Says through
 /// `ready` where it can be reached, once the configuration's rules are in force.
 ///
@@ -205,11 +218,12 @@ pub async fn run(
         Some(file) => {
             let mut as_written = config;
             as_written.limits.connections_max = connections_asked.unwrap_or(as_written.limits.connections_max);
-            doors.spawn(reload::watch(file, as_written, control, log))
+            doors.spawn(reload::watch(file, as_written, control.clone(), log))
         }
         None => doors.spawn(reload::nothing_to_read()),
     };
     info!(management = %reached.admin, "serving");
+    say_what_is_missing(&control);
     if let Some(ready) = ready {
         // Whoever asked may have stopped waiting.
         let _ = ready.send(reached);

@@ -35,6 +35,20 @@ pub struct Node {
     pub line: Option<u32>,
 }
 
+#[cfg(test)]
+thread_local! {
+    /// Names that tables were asked for.
+    static ASKED: std::cell::RefCell<std::collections::BTreeSet<String>> = std::cell::RefCell::default();
+}
+
+/// What a function comes to, and the names that it asks tables for.
+#[cfg(test)]
+pub(crate) fn asked<T>(read: impl FnOnce() -> T) -> (T, std::collections::BTreeSet<String>) {
+    ASKED.take();
+    let result = read();
+    (result, ASKED.take())
+}
+
 impl Node {
     /// The value of a full name of tables and a name in the last of them, such as `shards.cores`.
     #[must_use]
@@ -196,6 +210,8 @@ impl<'a> Fields<'a> {
 
     /// The value as it stands in the document, now counted as known; none where absent or null.
     pub fn take(&mut self, name: &str) -> Option<&'a Node> {
+        #[cfg(test)]
+        ASKED.with_borrow_mut(|asked| asked.insert(name.to_owned()));
         let at = self.position(name)?;
         for (i, (key, _)) in self.entries.iter().enumerate() {
             if i == at || (self.any_case && key.eq_ignore_ascii_case(name)) {

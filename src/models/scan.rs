@@ -73,7 +73,12 @@ impl Directory {
         }
         if problem != self.problem {
             if let Some(problem) = &problem {
-                tracing::warn!(path = %self.path.display(), problem, "tokenizer directory");
+                tracing::warn!(
+                    path = %self.path.display(),
+                    problem,
+                    "tokenizer directory: nothing is routed by KV cache without; name it as [tokenizers] dir of the \
+                     configuration, with MODEL/tokenizer.json and tokenizer_config.json in it (the / of a model's name as __)"
+                );
             }
             self.problem = problem;
         }

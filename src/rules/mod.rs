@@ -31,6 +31,7 @@ mod ranges;
 mod readback;
 mod request;
 mod seal;
+mod stated;
 pub mod table;
 mod token;
 
@@ -54,6 +55,7 @@ pub use prompts::PromptOptions;
 pub use readback::{contract_of, readback};
 pub use request::{Oper, Purpose, purpose_of};
 pub use seal::Nonce;
+pub use stated::stated;
 pub use token::{EngineToken, TokenError};
 
 /// Most endpoints of one rule. A rule with more is refused.

@@ -294,10 +294,10 @@ pub const SERVICE: &[Member] = &[
     of(
         Kv,
         "kvEngineRender",
-        OneOf(&["render", "tokenize"]),
-        "",
+        OneOf(&["off", "render", "tokenize"]),
+        "off",
         "\"tokenize\"",
-        "How engines are asked for a chat's ids",
+        "How engines are asked for the ids of chats that they render in code",
     ),
     of(
         Kv,
@@ -631,7 +631,7 @@ mod tests {
     #[test]
     fn every_option_that_is_shown_is_in_the_table() {
         // Read only, or beside an option that says it.
-        let besides = ["service_id", "kvHashAlgoDefault", "selDefault"];
+        let besides = [&["service_id"], &super::super::stated::MARKS[..]].concat();
         for name in
             ["name", "pd_disagg_mode", "pdBootstrapPort", "pdNixlPush", "pdBypass", "kvBlockSize", "kvTrtllmPollMinMs"]
         {
@@ -644,6 +644,24 @@ mod tests {
                     let known = members.iter().any(|member| member.name == name) || besides.contains(&name.as_str());
                     assert!(known, "{name}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn every_option_that_the_checks_ask_for_is_in_the_table() {
+        let bases = [Base::Plain, Hashed, Kv, Trtllm, Pd, PdAware, PdBypass, PdSglang, PdTrtllm];
+        let tables = ["serviceArguments", "endpoints", "secondaryIPs", "secondaryVIPs", "allowedSources"];
+        let read_only = ["service_id", "source", "warnings", "ep_idx", "offload_state", "hw_pkts", "hw_bytes"];
+        let besides = [&tables[..], &read_only, &super::super::stated::MARKS].concat();
+        for base in bases {
+            let member = of(base, "name", Text, "", "\"n\"", "");
+            let node = from_json(sample_body(&member, false).to_string().as_bytes()).expect("JSON");
+            let (_, asked) = crate::fields::asked(|| check_request(&node, &KvDefaults::default()));
+            assert!(asked.contains("kvBlockSize") && asked.contains("endpointIP"), "{asked:?}");
+            for name in asked {
+                let known = SERVICE.iter().chain(ENDPOINT).any(|member| member.name == name);
+                assert!(known || besides.contains(&name.as_str()), "{base:?}: {name}");
             }
         }
     }

@@ -128,6 +128,7 @@ fn judge(monitor: &mut Monitor, target: &Target, alive: bool) {
     match monitor
         .observe(Instant::now(), Seen { up: shared.is_up(), connect_failures, alive, tripped: shared.is_tripped() })
     {
+        Verdict::Keep if alive && shared.is_up() => shared.note_alive(),
         Verdict::Keep => {}
         Verdict::TakeOut => {
             if shared.mark_down() {

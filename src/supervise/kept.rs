@@ -160,6 +160,16 @@ pub struct KeptReport {
     pub damaged: Option<PathBuf>,
 }
 
+impl KeptReport {
+    /// What is to be said where rules of the API end with the process.
+    #[must_use]
+    pub fn passing(&self) -> Option<&'static str> {
+        const PASSING: &str =
+            "rules made over the API end with the process: name a [state] directory in the configuration file";
+        self.file.is_none().then_some(PASSING)
+    }
+}
+
 impl Store {
     /// Reads the file of a directory; what cannot be read is moved aside.
     pub(super) fn open(directory: Option<&Path>) -> (Self, u32, HashMap<RuleKey, Remembered>) {

@@ -127,11 +127,10 @@ impl View {
         self.entries.iter().find(|entry| entry.id == id)
     }
 
-    /// Whether new requests are taken, and a rule has an endpoint that they may go to.
+    /// Whether new requests are taken, and a rule has an endpoint that they may go to and that is known to answer.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        !self.draining
-            && self.entries.iter().any(|entry| entry.service.endpoints.iter().any(|endpoint| endpoint.is_candidate()))
+        !self.draining && self.entries.iter().any(|entry| entry.usable() > 0)
     }
 }
 

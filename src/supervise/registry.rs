@@ -93,6 +93,24 @@ impl Entry {
         places.into_iter()
     }
 
+    /// Endpoints that requests may go to and that are known to answer.
+    #[must_use]
+    pub fn usable(&self) -> usize {
+        self.service.endpoints.iter().filter(|one| one.is_candidate() && one.shared.known_since().is_some()).count()
+    }
+
+    /// Endpoints that requests may go to though nothing is known of them yet.
+    #[must_use]
+    pub fn untried(&self) -> usize {
+        self.service.endpoints.iter().filter(|one| one.is_candidate() && one.shared.known_since().is_none()).count()
+    }
+
+    /// When the rule was made or last changed, or the state of an endpoint of its did.
+    #[must_use]
+    pub fn updated(&self) -> SystemTime {
+        self.in_rule().filter_map(|place| place.shared.known_since()).fold(self.changed, SystemTime::max)
+    }
+
     /// Whether the rule is what this one makes: their `id` is not compared.
     pub(super) fn is_made_by(&self, rule: &Rule) -> bool {
         let mut rule = rule.clone();
@@ -449,9 +467,11 @@ impl Registry {
 
 /// Whether a rule may become another: the same again is no change, and keys of another kind of engine are others.
 fn check_change(old: &Entry, new: &Rule, origin: &Origin) -> Result<(), RegistryError> {
-    match origin {
-        Origin::Api(_) if old.origin == Origin::File => Err(RegistryError::FromFile),
-        _ if old.rule == *new && old.origin.is_file() == origin.is_file() => Err(RegistryError::Exists),
+    let by_file = origin.is_file();
+    match old.origin {
+        // What is asked for is in force, whoever made it; but the file makes its own what only the API had.
+        _ if old.rule == *new && (old.origin.is_file() || !by_file) => Err(RegistryError::Exists),
+        Origin::File if !by_file => Err(RegistryError::FromFile),
         _ if old.rule.engine != new.engine => Err(RegistryError::EngineChanged),
         _ => Ok(()),
     }

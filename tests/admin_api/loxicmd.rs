@@ -221,11 +221,113 @@ fn what_is_saved_can_be_applied_again() {
     let file = scratch.path().join("rules.json");
     let file = file.to_str().expect("text");
     right(&gateway, &["save", "--all", "-f", file]);
-    assert!(right(&gateway, &["apply", "-f", file]).contains("as it was"));
+    assert!(right(&gateway, &["apply", "-f", file]).contains("unchanged"));
     right(&gateway, &["delete", "lb", "--name", "saved"]);
     assert!(right(&gateway, &["apply", "-f", file]).contains("in force"));
     let shown: Value = serde_json::from_str(&right(&gateway, &["get", "lb", "-o", "json"])).expect("JSON");
     assert_eq!(shown["lbAttr"][0]["endpoints"][1]["weight"], 2);
+}
+
+/// A rule of the configuration file and two of the API; the file where they are saved.
+fn saved_of_a_gateway_with_rules_of_both_kinds(seed: &str, scratch: &crate::common::Scratch) -> (Gateway, String) {
+    let config = format!(
+        "[[rule]]\nexternalIP = \"127.0.0.1\"\nport = {}\nkvExactMode = 3\nname = \"declared\"\n\n\
+         [[rule.endpoints]]\nendpointIP = \"127.0.0.1\"\ntargetPort = 1\n",
+        free_port()
+    );
+    let environment = vec![("LLB_KV_NONE_HASH_SEED", seed.to_owned())];
+    let gateway = Gateway::start(Options { config, environment, ..Options::default() });
+    for ip in ["127.0.0.1", "::1"] {
+        let tcp = format!("--tcp={}:8080", free_port());
+        let rule = ["--endpoints=127.0.0.1:1", "--mode=fullproxy", "--kv-exact-mode=3", "--name=saved"];
+        right(&gateway, &[&["create", "lb", ip, &tcp], &rule[..]].concat());
+    }
+    let file = scratch.path().join("rules.json").to_str().expect("text").to_owned();
+    let said = right(&gateway, &["save", "-f", &file]);
+    assert!(said.contains("2 rules saved") && said.contains("left out: 1 rule of the configuration file"), "{said}");
+    (gateway, file)
+}
+
+#[test]
+fn rules_of_the_configuration_file_are_left_out_and_what_is_in_force_is_unchanged() {
+    let scratch = crate::common::Scratch::new("saved");
+    let (gateway, file) = saved_of_a_gateway_with_rules_of_both_kinds("42", &scratch);
+    let said = right(&gateway, &["apply", "-f", &file]);
+    assert_eq!(said.matches("unchanged").count(), 2, "{said}");
+    assert!(said.contains("[::1]:"), "addresses of IPv6 stand in brackets: {said}");
+    let text = std::fs::read_to_string(&file).expect("saved");
+    assert!(!text.contains("kvNoneHashSeed") && !text.contains("42\""), "only what was stated is saved: {text}");
+
+    // What the reference's clients print has the file's rule as well, which is in force as it stands there.
+    let shown = right(&gateway, &["get", "lb", "-o", "json"]);
+    std::fs::write(&file, &shown).expect("writable");
+    assert_eq!(right(&gateway, &["apply", "-f", &file]).matches("unchanged").count(), 3);
+    let changed: String = shown.replace("\"weight\": 1", "\"weight\": 2");
+    std::fs::write(&file, changed).expect("writable");
+    let said = wrong(&gateway, 8, &["apply", "-f", &file]);
+    assert!(said.contains("the rule is the configuration file's") && said.matches("in force").count() == 2, "{said}");
+}
+
+#[test]
+fn what_is_saved_makes_the_same_rules_on_another_gateway() {
+    let scratch = crate::common::Scratch::new("saved");
+    let (gateway, file) = saved_of_a_gateway_with_rules_of_both_kinds("42", &scratch);
+    let ids = |gateway: &Gateway| {
+        let rules = gateway.api("/config/snapshot").json();
+        let rules = rules["lbAttr"].as_array().expect("a list");
+        rules.iter().map(|rule| rule["serviceArguments"]["id"].clone()).collect::<Vec<_>>()
+    };
+    let before = ids(&gateway);
+    drop(gateway);
+    let empty = Gateway::start(Options::default());
+    assert_eq!(right(&empty, &["apply", "-f", &file]).matches("in force").count(), 2);
+    assert_eq!(ids(&empty), before);
+    // On a third gateway that has one of them under another id it keeps that.
+    right(&empty, &["delete", "lb", "--name", "saved"]);
+    let one: Value = serde_json::from_str(&std::fs::read_to_string(&file).expect("saved")).expect("JSON");
+    let mut one = one["lbAttr"][0].clone();
+    one["serviceArguments"].as_object_mut().expect("an object").remove("id");
+    one["endpoints"][0]["weight"] = json!(7);
+    let other = scratch.path().join("one.json");
+    std::fs::write(&other, one.to_string()).expect("writable");
+    right(&empty, &["apply", "-f", other.to_str().expect("text")]);
+    let kept = ids(&empty);
+    assert_eq!(right(&empty, &["apply", "-f", &file]).matches("in force").count(), 2);
+    assert_eq!(ids(&empty)[0], kept[0]);
+    assert_ne!(kept[0], before[0]);
+}
+
+#[test]
+fn a_file_that_apply_cannot_take_is_told_with_what_to_do() {
+    let scratch = crate::common::Scratch::new("apply");
+    let gateway = Gateway::start(Options::default());
+    for (text, expected) in [
+        ("[admin]\nlisten = \"127.0.0.1:1\"\n", "kvlane serve -c"),
+        ("what", "kvlane save"),
+        ("{}", "neither a list lbAttr nor a rule"),
+    ] {
+        let file = scratch.path().join("rules");
+        std::fs::write(&file, text).expect("writable");
+        let said = wrong(&gateway, 2, &["apply", "-f", file.to_str().expect("text")]);
+        assert!(said.contains(expected), "{text:?}: {said}");
+    }
+}
+
+#[test]
+fn whoever_makes_a_rule_is_told_where_it_ends_with_the_process() {
+    let state = crate::common::Scratch::new("kept");
+    let config = format!("[state]\ndirectory = \"{}\"\n", state.path().display());
+    for (config, is_told) in [(String::new(), true), (config, false)] {
+        let gateway = Gateway::start(Options { config, ..Options::default() });
+        let tcp = format!("--tcp={}:8080", free_port());
+        let output =
+            kvlane(&gateway, &["create", "lb", "127.0.0.1", &tcp, "--endpoints=127.0.0.1:1", "--mode=fullproxy"]);
+        let said = String::from_utf8_lossy(&output.stderr);
+        let told = said.contains("end with the process: name a [state] directory");
+        assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "Success");
+        let ready = &gateway.api("/status/ready").json()["rules_kept"]["warning"];
+        assert_eq!((told, ready.is_string()), (is_told, is_told), "{said} {ready}");
+    }
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod common;
 
 mod access;
 mod churn;
+mod crowds;
 mod examples;
 mod files;
 mod loxicmd;

@@ -35,7 +35,8 @@ impl Api {
 
     #[track_caller]
     fn done(&self, method: &str, path: &str, body: &Value) {
-        assert_eq!(self.ask(method, path, body), (200, json!({"result": "Success"})), "{method} {path}");
+        let (status, answer) = self.ask(method, path, body);
+        assert!(status == 200 && client::is_success(&answer), "{method} {path}: {status} {answer}");
     }
 
     /// An error with its status, its fixed text, and a part of what happened.
@@ -151,7 +152,9 @@ fn status_and_stats_follow_the_endpoints() {
 
     api.done("POST", LB, &rule(port, &[endpoint(&engine)], &json!({})));
     assert_eq!(api.get(&format!("{path}/status"))["adminStateUp"], true);
-    assert_eq!(status(), "ONLINE");
+    wait_for("the endpoint was probed", || (status() == "ONLINE").then_some(()));
+    let updated = || api.get(&format!("{path}/status"))["lastUpdated"].as_str().expect("a text").to_owned();
+    let online = updated();
     let stats = || api.get(&format!("{path}/stats"));
     let nothing = json!({"activeConnections": 0, "bytesIn": 0, "bytesOut": 0, "totalConnections": 0});
     assert_eq!(stats(), nothing);
@@ -163,6 +166,7 @@ fn status_and_stats_follow_the_endpoints() {
 
     api.done("POST", LB, &rule(port, &[endpoint(&engine), nobody.clone()], &json!({})));
     wait_for("a probe finds that nobody is there", || (status() == "DEGRADED").then_some(()));
+    wait_for("a state that changed is an update", || (updated() > online).then_some(()));
     api.done("POST", LB, &rule(port, &[nobody], &json!({})));
     wait_for("no endpoint is up", || (status() == "ERROR").then_some(()));
     let mut drained = endpoint(&engine);
@@ -210,10 +214,25 @@ fn a_post_makes_changes_and_refuses() {
     for (more, text) in [
         (json!({"security": 1}), "security"),
         (json!({"mode": 0, "pd_disagg_mode": true}), "pd-disagg requires mode=fullproxy"),
+        (
+            json!({"pd_disagg_mode": true}),
+            "pd-disagg requires at least 1 prefill (ep_role=1) and 1 decode (ep_role=2) endpoint",
+        ),
+        (
+            json!({"pd_disagg_mode": true, "kvExactMode": 3}),
+            "kv-exact single-role mode is incompatible with pd-disagg (use kvExactMode=1 for P/D)",
+        ),
         (json!({"pd_cache_aware_mode": true}), "pd-cache-aware requires pd_disagg_mode=true"),
         (json!({"kvExactMode": 1}), "kv-exact zmq mode requires pd_disagg_mode=true"),
         (json!({"kvExactMode": 3, "mode": 1}), "kv-exact single-role mode requires mode=fullproxy"),
         (json!({"kvExactMode": 3, "kvEngineType": "x"}), "kv-engine-type must be one of"),
+        (json!({"kvExactMode": 3, "kvHashAlgo": "md5"}), "kv-hash-algo must be one of"),
+        (json!({"kvExactMode": 3, "kvHashAlgo": "sha256_sglang"}), "is incompatible with kv-engine-type"),
+        (json!({"kvExactMode": 3, "kvEngineType": "trtllm", "kvZmqPort": 5558}), "kvZmqPort is meaningless"),
+        (json!({"kvExactMode": 3, "kvEngineType": "trtllm", "kvDpRankCount": 2}), "kvDpRankCount is meaningless"),
+        (json!({"kvExactMode": 2, "kvEngineType": "trtllm"}), "kvExactMode"),
+        (json!({"kvExactMode": 3, "kvZmqPort": 65_535, "kvDpRankCount": 2}), "65535"),
+        (json!({"protocol": "udp"}), "protocol"),
         (json!({"kvExactMode": 3, "kvDpRankCount": 9}), "kv-dp-rank-count must be within 1..8 (0 = default 1)"),
         (json!({"pdBootstrapPort": 1}), "pd-bootstrap-port requires pd_disagg_mode=true and kv-engine-type sglang"),
     ] {
@@ -320,6 +339,10 @@ fn rules_are_counted_from_zero_and_the_oldest_kv_rule_answers_for_rule_zero() {
         let (status, answer) = api.ask("GET", &format!("/config/ai/kv/inventory{query}"), &Value::Null);
         assert!(status == 400 && answer["error"].as_str().is_some_and(|error| error.starts_with(text)), "{answer}");
     }
+    let path = format!("{BASE}/config/ai/kv/inventory?service_id=2&ep_idx=0");
+    let refused = client::call(api.gateway.admin, "DELETE", &path, b"").expect("an answer");
+    assert_eq!((refused.status, refused.text().as_str()), (405, "method not allowed\n"), "a text, as in the reference");
+    assert_eq!(refused.header("allow"), Some("GET, HEAD"));
     let summary = api.get("/config/ai/kv/inventory?service_id=2&ep_idx=0&summary=1");
     assert_eq!(summary, json!({"service_id": 2, "ep_idx": 0, "hash_algo": "sha256_sglang", "total": 0}));
 }

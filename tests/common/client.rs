@@ -27,10 +27,28 @@ impl Answer {
             .unwrap_or_else(|e| panic!("no JSON ({e}): {}", String::from_utf8_lossy(&self.body)))
     }
 
+    /// Whether it says that something was done, with no warning but that rules end with the process.
+    pub fn is_success(&self) -> bool {
+        self.status == 200 && is_success(&self.json())
+    }
+
     /// The body as text.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
+}
+
+/// See [`Answer::is_success`].
+pub fn is_success(answer: &serde_json::Value) -> bool {
+    let mut answer = answer.clone();
+    let map = answer.as_object_mut().expect("an object");
+    if let Some(serde_json::Value::Array(warnings)) = map.get_mut("warnings") {
+        warnings.retain(|warning| !warning.as_str().is_some_and(|text| text.contains("end with the process")));
+        if warnings.is_empty() {
+            map.remove("warnings");
+        }
+    }
+    answer == serde_json::json!({"result": "Success"})
 }
 
 /// One connection.

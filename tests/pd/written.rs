@@ -133,7 +133,7 @@ fn rules_as_they_are_written_serve_through_both_legs() {
     let gateway = Gateway::start(Options { config, ..Options::default() });
     for fleet in &fleets {
         let answer = client::post(gateway.admin, "/netlox/v1/config/loadbalancer", &fleet.rule());
-        assert_eq!((answer.status, answer.json()), (200, json!({"result": "Success"})), "{}", answer.text());
+        assert!(answer.is_success(), "{}", answer.text());
     }
     for (service, fleet) in fleets.iter().enumerate() {
         wait_for("the rule is served", || client::call(fleet.listen, "GET", "/v1/models", b"").ok());

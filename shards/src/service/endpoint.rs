@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::{EndpointStats, Role, Vitals};
 use crate::bos::BosEvidence;
@@ -131,6 +132,8 @@ pub struct EndpointShared {
     takes_ids: AtomicBool,
     /// Connect failures since the last request that got an answer; sets the back-off.
     pub connect_failures: AtomicU32,
+    /// When its state last changed or was first known, milliseconds since 1970; 0 = nothing is known of it yet.
+    known_since: AtomicU64,
     /// Times it was taken out.
     downs: AtomicU32,
     /// Times its caches were emptied; written by the ingest thread.
@@ -178,6 +181,7 @@ impl EndpointShared {
             vitals,
             takes_ids: AtomicBool::new(false),
             connect_failures: AtomicU32::new(0),
+            known_since: AtomicU64::new(0),
             downs: AtomicU32::new(0),
             emptied: AtomicU32::new(0),
             origin_errors: AtomicU32::new(0),
@@ -287,6 +291,7 @@ impl EndpointShared {
         let was_up = self.vitals.set_up(false);
         if was_up {
             self.downs.fetch_add(1, Ordering::Relaxed);
+            self.note_now();
         }
         was_up
     }
@@ -299,7 +304,30 @@ impl EndpointShared {
 
     /// Takes the endpoint back in; true if it was out.
     pub fn mark_up(&self) -> bool {
-        !self.vitals.set_up(true)
+        let was_out = !self.vitals.set_up(true);
+        if was_out {
+            self.note_now();
+        }
+        was_out
+    }
+
+    /// Notes that it answers: of a new endpoint that is not known, though requests may go there.
+    pub fn note_alive(&self) {
+        if self.known_since.load(Ordering::Relaxed) == 0 {
+            self.note_now();
+        }
+    }
+
+    /// When its state last changed or was first known; none while nothing is known of it.
+    #[must_use]
+    pub fn known_since(&self) -> Option<SystemTime> {
+        let since = self.known_since.load(Ordering::Relaxed);
+        (since > 0).then(|| UNIX_EPOCH + Duration::from_millis(since))
+    }
+
+    fn note_now(&self) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.known_since.store(u64::try_from(now.as_millis()).unwrap_or(u64::MAX).max(1), Ordering::Relaxed);
     }
 
     /// The row that the shard alone writes.

@@ -9,8 +9,8 @@ use std::time::Duration;
 use serde_json::Value;
 use shards::prompt::Model;
 use shards::service::Engine;
-use tokio::task::JoinSet;
 
+use super::at_once::at_once;
 use super::report::Report;
 use super::tokens;
 use crate::discovery::{self, Access, EndpointFacts, Found, Reply};
@@ -66,7 +66,7 @@ type ReadModel = Result<(Arc<Model>, Arc<str>), String>;
 
 /// Tokenizers read so far: engines of one model share them.
 #[derive(Default)]
-pub(super) struct Library(BTreeMap<String, ReadModel>);
+struct Library(BTreeMap<String, ReadModel>);
 
 impl Library {
     fn read(&mut self, directory: &Path, name: &str) -> ReadModel {
@@ -90,57 +90,75 @@ struct OwnSettings {
     caches_nothing: bool,
 }
 
-/// Asks every endpoint of a rule, and reports.
+/// Asks every endpoint of every rule, many at once, and reports; by rule and endpoint.
 pub(super) async fn check(
-    rule: &Rule,
-    addresses: &[Option<SocketAddr>],
+    rules: &[(Rule, Vec<Option<SocketAddr>>)],
     directory: &Path,
-    library: &mut Library,
     report: &mut Report,
-) -> Vec<Checked> {
-    let mut told = interview_all(rule, addresses).await;
-    let mut all = Vec::new();
-    for (place, (endpoint, address)) in rule.endpoints.iter().zip(addresses).enumerate() {
-        let mut checked = Checked {
-            subject: format!("{} → {} {endpoint}", rule.key, rule.engine.name()),
-            reachable: false,
-            facts: EndpointFacts::default(),
-            model: None,
-            algorithm: None,
-            block_tokens: None,
-        };
-        match (address, told.remove(&place)) {
-            (Some(address), Some(told)) => {
-                let asked = Asked { rule, address: *address, directory };
-                asked.report(told, library, &mut checked, report).await;
+) -> Vec<Vec<Checked>> {
+    let mut told = interview_all(rules).await.into_iter();
+    let mut library = Library::default();
+    let mut found = Vec::new();
+    for (rule, addresses) in rules {
+        for (endpoint, address) in rule.endpoints.iter().zip(addresses) {
+            let mut one = One {
+                checked: Checked {
+                    subject: format!("{} → {} {endpoint}", rule.key, rule.engine.name()),
+                    reachable: false,
+                    facts: EndpointFacts::default(),
+                    model: None,
+                    algorithm: None,
+                    block_tokens: None,
+                },
+                report: Report::default(),
+                asked: address.map(|address| Asked { rule, address, directory }),
+            };
+            match (&one.asked, told.next().flatten()) {
+                (Some(asked), Some(told)) => asked.report(told, &mut library, &mut one.checked, &mut one.report),
+                _ => {
+                    let fix = "correct endpointIP or the name";
+                    one.report.wrong(&one.checked.subject, "reach", "its name has no address", fix);
+                }
             }
-            _ => report.wrong(&checked.subject, "reach", "its name has no address", "correct endpointIP or the name"),
+            found.push(one);
         }
-        all.push(checked);
     }
-    all
+    at_once(found.iter_mut().map(One::compare_tokens).collect(), ASKED_MAX).await;
+    let mut found = found.into_iter().map(|one| {
+        report.append(one.report);
+        one.checked
+    });
+    rules.iter().map(|(rule, _)| found.by_ref().take(rule.endpoints.len()).collect()).collect()
 }
 
-/// Asks all endpoints, many at once; by place in the rule.
-async fn interview_all(rule: &Rule, addresses: &[Option<SocketAddr>]) -> BTreeMap<usize, Told> {
-    let mut waiting = addresses.iter().enumerate().filter_map(|(place, address)| Some((place, (*address)?)));
-    let (engine, with_keys) = (rule.engine, rule.kv.is_some());
-    let ask = |(place, address): (usize, SocketAddr)| {
+/// An endpoint with what was found of it.
+struct One<'a> {
+    checked: Checked,
+    report: Report,
+    /// None where its name has no address.
+    asked: Option<Asked<'a>>,
+}
+
+impl One<'_> {
+    async fn compare_tokens(&mut self) {
+        let (Some(asked), Some((name, model))) = (&self.asked, &self.checked.model) else { return };
+        let Some(kv) = &asked.rule.kv else { return };
+        let authorization = asked.rule.engine_token.as_ref().map(|token| token.authorization());
+        let (engine, address, authorization) = (asked.rule.engine, asked.address, authorization.as_deref());
+        let asking = tokens::Asking { engine, address, authorization, kv, name, model };
+        tokens::check(&asking, &self.checked.subject, &mut self.report).await;
+    }
+}
+
+/// Asks all endpoints, many at once; in the order of the rules, none where there is no address.
+async fn interview_all(rules: &[(Rule, Vec<Option<SocketAddr>>)]) -> Vec<Option<Told>> {
+    let all = rules.iter().flat_map(|(rule, addresses)| addresses.iter().map(move |address| (rule, *address)));
+    let ask = |(rule, address): (&Rule, Option<SocketAddr>)| {
         let authorization = rule.engine_token.as_ref().map(|token| token.authorization());
-        async move { (place, interview(engine, with_keys, address, authorization.as_deref()).await) }
+        let (engine, with_keys) = (rule.engine, rule.kv.is_some());
+        async move { Some(interview(engine, with_keys, address?, authorization.as_deref()).await) }
     };
-    let mut asking = JoinSet::new();
-    for target in waiting.by_ref().take(ASKED_MAX) {
-        asking.spawn(ask(target));
-    }
-    let mut told = BTreeMap::new();
-    while let Some(done) = asking.join_next().await {
-        if let Some(target) = waiting.next() {
-            asking.spawn(ask(target));
-        }
-        told.extend(done);
-    }
-    told
+    at_once(all.map(ask).collect(), ASKED_MAX).await
 }
 
 async fn interview(engine: Engine, with_keys: bool, address: SocketAddr, authorization: Option<&str>) -> Told {
@@ -186,7 +204,7 @@ impl Asked<'_> {
         false
     }
 
-    async fn report(&self, told: Told, library: &mut Library, checked: &mut Checked, report: &mut Report) {
+    fn report(&self, told: Told, library: &mut Library, checked: &mut Checked, report: &mut Report) {
         let (rule, subject) = (self.rule, checked.subject.clone());
         if !self.report_health(&told.health, &subject, report) {
             return;
@@ -215,12 +233,6 @@ impl Asked<'_> {
         report_block_size(kv, checked, report);
         report_algorithm(kv, checked, report);
         self.report_models(library, checked, report);
-        if let Some((name, model)) = &checked.model {
-            let authorization = rule.engine_token.as_ref().map(|token| token.authorization());
-            let (address, authorization) = (self.address, authorization.as_deref());
-            let asking = tokens::Asking { engine: rule.engine, address, authorization, kv, name, model };
-            tokens::check(&asking, &subject, report).await;
-        }
     }
 
     /// Compares names, and reads the tokenizers that requests will need.

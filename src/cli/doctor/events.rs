@@ -12,6 +12,7 @@ use shards::prompt::{Api, Keying};
 use shards::service::{Engine, Role};
 
 use super::Case;
+use super::at_once::at_once;
 use super::engine::Checked;
 use super::report::Report;
 use crate::cli::inquiry::keys_of;
@@ -24,6 +25,8 @@ use crate::supervise::{Entry, Rehearsal, events_option};
 const LOOK: Duration = Duration::from_millis(20);
 /// Time in which what a verdict changed is in the inventory: it is published at the end of the same cycle.
 const PUBLISHED: Duration = Duration::from_millis(100);
+/// Probes of a rule under way at once.
+const PROBES_MAX: usize = 16;
 /// Longest wait for the answer to a probe.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time after a probe within which its blocks are announced and judged.
@@ -138,31 +141,34 @@ impl Heard {
         events.is_some_and(|events| events.replay_port.is_some())
     }
 
-    /// Sends one short generation to each engine that answered.
+    /// Sends one short generation to each engine that answered, many at once.
     async fn probe(&mut self) {
-        let Some(kv) = &self.case.rule.kv else { return };
-        for (place, checked) in self.case.checked.iter().enumerate() {
-            let (Some(address), Some((name, _)), true) =
-                (self.case.addresses[place], &checked.model, checked.reachable)
-            else {
-                continue;
-            };
-            let (path, body) = probe_of(name, checked, kv, place);
-            let authorization = self.case.rule.engine_token.as_ref().map(|token| token.authorization());
-            let call = Call {
-                address,
-                path,
-                authorization: authorization.as_deref(),
-                body: Some(body.as_bytes()),
-                answer_bytes_max: 1 << 20,
-                timeout: PROBE_TIMEOUT,
-            };
-            self.probes[place] = Some(match call.ask().await {
-                Ok(reply) if reply.status == 200 => Ok(()),
-                Ok(reply) => Err(format!("POST {path}: status {}", reply.status)),
-                Err(error) => Err(format!("POST {path}: {error}")),
-            });
+        let probe = |place| self.probe_one(place);
+        self.probes = at_once((0..self.case.checked.len()).map(probe).collect(), PROBES_MAX).await;
+    }
+
+    /// What became of a generation; none where there is nobody to be sent one.
+    async fn probe_one(&self, place: usize) -> Option<Result<(), String>> {
+        let (kv, checked) = (self.case.rule.kv.as_ref()?, &self.case.checked[place]);
+        let (address, (name, _)) = (self.case.addresses[place]?, checked.model.as_ref()?);
+        if !checked.reachable {
+            return None;
         }
+        let (path, body) = probe_of(name, checked, kv, place);
+        let authorization = self.case.rule.engine_token.as_ref().map(|token| token.authorization());
+        let call = Call {
+            address,
+            path,
+            authorization: authorization.as_deref(),
+            body: Some(body.as_bytes()),
+            answer_bytes_max: 1 << 20,
+            timeout: PROBE_TIMEOUT,
+        };
+        Some(match call.ask().await {
+            Ok(reply) if reply.status == 200 => Ok(()),
+            Ok(reply) => Err(format!("POST {path}: status {}", reply.status)),
+            Err(error) => Err(format!("POST {path}: {error}")),
+        })
     }
 
     /// Says what blocks the probes must have led to, under the keys that the engines turned out to have.
@@ -275,7 +281,14 @@ impl Heard {
                 "no replay endpoint: cold start",
                 "after a restart the gateway does not know what the engine holds; vLLM: \"replay_endpoint\" in --kv-events-config",
             ),
-            Replay::Untried => report.unknown(&subject, "replay", "not asked: no address", "kvReplayPort names it"),
+            Replay::Untried if self.has_replay(stream) => {
+                let says = "its replay address was not asked in this time";
+                report.unknown(&subject, "replay", says, "give it longer: --wait SECONDS");
+            }
+            Replay::Untried => {
+                let fix = "kvReplayPort or kvReplayPortOffset names it";
+                report.unknown(&subject, "replay", "the rule names no replay address", fix);
+            }
         }
         let finding = stream.finding.clone().unwrap_or_default();
         self.report_finding(&finding, stream, checked, &subject, report);

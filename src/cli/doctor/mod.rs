@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod at_once;
 mod engine;
 mod events;
 mod gateway;
@@ -30,8 +31,12 @@ use crate::config::{Config, ConfigError};
 use crate::rules::Rule;
 use crate::supervise::Rehearsal;
 
+use at_once::at_once;
 use engine::Checked;
 use report::Report;
+
+/// Rules whose names are looked up at once.
+const NAMES_MAX: usize = 64;
 
 /// What `kvlane doctor` is told on its command line.
 #[derive(Debug, Args)]
@@ -127,12 +132,11 @@ async fn examine(args: &DoctorArgs, config: Option<&Config>, report: &mut Report
     let url = args.url.as_deref().map(at).transpose()?;
     let peer = args.peer.as_deref().map(at).transpose()?;
     if let Some(config) = config {
-        let (mut cases, mut library) = (Vec::new(), engine::Library::default());
-        for rule in &config.rules {
-            let addresses = Rehearsal::resolve(rule).await;
-            let checked = engine::check(rule, &addresses, &config.tokenizers_dir, &mut library, report).await;
-            cases.push(Case { rule: rule.clone(), addresses, checked });
-        }
+        let addresses = at_once(config.rules.iter().map(Rehearsal::resolve).collect(), NAMES_MAX).await;
+        let rules: Vec<_> = config.rules.iter().cloned().zip(addresses).collect();
+        let checked = engine::check(&rules, &config.tokenizers_dir, report).await;
+        let case = |((rule, addresses), checked)| Case { rule, addresses, checked };
+        let cases = rules.into_iter().zip(checked).map(case).collect();
         if config.rules.is_empty() {
             report.unknown(
                 "configuration",

@@ -84,6 +84,11 @@ impl Report {
         self.lines.push(Line { subject: subject.to_owned(), check, mark, says, fix });
     }
 
+    /// Puts the lines of another behind these.
+    pub(super) fn append(&mut self, mut other: Report) {
+        self.lines.append(&mut other.lines);
+    }
+
     /// Whether nothing is wrong.
     pub(super) fn is_right(&self) -> bool {
         self.lines.iter().all(|line| line.mark != Mark::Wrong)

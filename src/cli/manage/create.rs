@@ -1,5 +1,7 @@
 //! `create lb`: the command line of `loxicmd` into the bodies that it sends, one per protocol and port.
 
+use std::collections::BTreeSet;
+
 use clap::Args;
 use serde_json::{Map, Value, json};
 
@@ -97,10 +99,10 @@ pub(super) fn mode_name(number: u64) -> &'static str {
 pub(super) fn run(args: &CreateLb) -> Result<String, Ended> {
     let bodies = bodies(args)?;
     let client = Client::new(&args.server)?;
-    let mut said = Vec::new();
+    let (mut said, mut told) = (Vec::new(), BTreeSet::new());
     for (done, body) in bodies.iter().enumerate() {
         match client.ask("POST", "/config/loadbalancer", Some(body)) {
-            Ok(answer) => said.extend(said_of(&answer)),
+            Ok(answer) => said.push(said_of(&answer, &mut told)),
             Err(why) if done > 0 => return Err(Ended::Partial(format!("{done} of {} rules: {why}", bodies.len()))),
             Err(why) => return Err(why),
         }
@@ -108,11 +110,14 @@ pub(super) fn run(args: &CreateLb) -> Result<String, Ended> {
     Ok(said.join("\n"))
 }
 
-/// What an answer tells people: its result, and a line per warning.
-pub(super) fn said_of(answer: &Value) -> Vec<String> {
-    let result = answer["result"].as_str().unwrap_or("Success").to_owned();
-    let warnings = answer["warnings"].as_array().into_iter().flatten().filter_map(Value::as_str);
-    std::iter::once(result).chain(warnings.map(|warning| format!("warning: {warning}"))).collect()
+/// An answer's result; its warnings go to standard error, each that was not told already.
+pub(super) fn said_of(answer: &Value, told: &mut BTreeSet<String>) -> String {
+    for warning in answer["warnings"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+        if told.insert(warning.to_owned()) {
+            eprintln!("kvlane: warning: {warning}");
+        }
+    }
+    answer["result"].as_str().unwrap_or("Success").to_owned()
 }
 
 /// The bodies, in loxicmd's order of members.

@@ -1,12 +1,14 @@
-//! `save` and `apply`: all rules into a file, and rules out of one.
+//! `save` and `apply`: the rules of the API into a file, and rules out of one.
 
-use std::path::PathBuf;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::{Value, json};
 
 use super::client::{Client, ServerArgs};
-use super::{Ended, show, without_moment};
+use super::create::said_of;
+use super::{Ended, show};
 
 /// What `save` is told.
 #[derive(Clone, Debug, Args)]
@@ -27,7 +29,8 @@ pub(in crate::cli) struct SaveArgs {
 /// What `apply` is told.
 #[derive(Clone, Debug, Args)]
 pub(in crate::cli) struct ApplyArgs {
-    /// JSON file: what `save` wrote, what `get lb -o json` printed, or one rule's body.
+    /// JSON file: what `save` wrote, what `get lb -o json` printed, or one rule's body. Rules that are in force like that
+    /// stay as they are; no rule is removed.
     #[arg(short, long, value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
@@ -35,38 +38,45 @@ pub(in crate::cli) struct ApplyArgs {
 }
 
 pub(super) fn save(args: &SaveArgs) -> Result<String, Ended> {
-    let answer = Client::new(&args.server)?.ask("GET", "/config/loadbalancer/all", None)?;
-    let rules = answer["lbAttr"].as_array().cloned().unwrap_or_default();
-    let count = rules.len();
-    let text = show::pretty(&json!({"lbAttr": rules.into_iter().map(without_moment).collect::<Vec<_>>()}));
-    match &args.file {
-        None => Ok(text),
-        Some(path) => {
-            let written = std::fs::write(path, text + "\n");
-            written.map_err(|why| Ended::Usage(format!("{}: {why}", path.display())))?;
-            Ok(format!("{count} rules saved in {}", path.display()))
+    let client = Client::new(&args.server)?;
+    let saved = client.ask("GET", "/config/snapshot", None)?;
+    let Some(rules) = saved["lbAttr"].as_array() else {
+        return Err(Ended::Contract("the answer to /config/snapshot has no list lbAttr".to_owned()));
+    };
+    let all = client.ask("GET", "/config/loadbalancer/all", None)?;
+    let by_file = |rule: &&Value| rule["serviceArguments"]["source"] == "file";
+    let left = all["lbAttr"].as_array().into_iter().flatten().filter(by_file).count();
+    let text = show::pretty(&json!({"lbAttr": rules}));
+    let Some(path) = &args.file else {
+        if left > 0 {
+            eprintln!("{}", left_out(left));
         }
-    }
+        return Ok(text);
+    };
+    let written = std::fs::write(path, text + "\n");
+    written.map_err(|why| Ended::Usage(format!("{}: {why}", path.display())))?;
+    let mut said = vec![format!("{} saved in {}", counted(rules.len()), path.display())];
+    said.extend((left > 0).then(|| left_out(left)));
+    Ok(said.join("\n"))
 }
 
-/// Posts each rule of a file; a rule that is there already, without any difference, is right.
+fn counted(rules: usize) -> String {
+    format!("{rules} rule{}", if rules == 1 { "" } else { "s" })
+}
+
+fn left_out(rules: usize) -> String {
+    format!("left out: {} of the configuration file, which keeps them", counted(rules))
+}
+
+/// Posts each rule of a file; a rule that is in force already, without any difference, is right.
 pub(super) fn apply(args: &ApplyArgs) -> Result<String, Ended> {
-    let usage = |why: String| Ended::Usage(format!("{}: {why}", args.file.display()));
-    let text = std::fs::read_to_string(&args.file).map_err(|why| usage(why.to_string()))?;
-    let document: Value = serde_json::from_str(&text).map_err(|why| usage(format!("not JSON: {why}")))?;
-    let rules = match (&document["lbAttr"], &document["serviceArguments"]) {
-        (Value::Array(rules), _) => rules.clone(),
-        (_, Value::Object(_)) => vec![document],
-        _ => return Err(usage("neither a list lbAttr nor a rule".to_owned())),
-    };
+    let rules = read(&args.file)?;
     let client = Client::new(&args.server)?;
-    let (mut said, mut failed) = (Vec::new(), 0);
-    for rule in &rules {
-        let service = &rule["serviceArguments"];
-        let at = format!("{}:{}", service["externalIP"].as_str().unwrap_or("?"), service["port"]);
-        match client.ask("POST", "/config/loadbalancer", Some(rule)) {
-            Ok(_) => said.push(format!("{at}: in force")),
-            Err(Ended::Failed(why)) if why.contains("lbrule-exists") => said.push(format!("{at}: as it was")),
+    let (mut said, mut failed, mut told) = (Vec::new(), 0, BTreeSet::new());
+    for rule in rules.iter().cloned() {
+        let at = place_of(&rule);
+        match put(&client, rule, &mut told) {
+            Ok(what) => said.push(format!("{at}: {what}")),
             Err(Ended::Failed(why)) => {
                 failed += 1;
                 said.push(format!("{at}: {why}"));
@@ -74,10 +84,69 @@ pub(super) fn apply(args: &ApplyArgs) -> Result<String, Ended> {
             Err(why) => return Err(why),
         }
     }
+    said.extend(rules.is_empty().then(|| "no rule in the file".to_owned()));
     let said = said.join("\n");
     match failed {
         0 => Ok(said),
         _ if failed == rules.len() => Err(Ended::Failed(said)),
         _ => Err(Ended::Partial(said)),
+    }
+}
+
+/// The rules of a file.
+fn read(path: &Path) -> Result<Vec<Value>, Ended> {
+    let usage = |why: String| Ended::Usage(format!("{}: {why}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|why| usage(why.to_string()))?;
+    let document: Value = serde_json::from_str(&text).map_err(|why| {
+        usage(match toml::from_str::<toml::Table>(&text) {
+            Ok(_) => {
+                "a configuration file (TOML), which a gateway is started with: kvlane serve -c. apply takes JSON: \
+                what `kvlane save -f` wrote, or one rule's body"
+                    .to_owned()
+            }
+            Err(_) => format!("not JSON: {why}. apply takes what `kvlane save -f` wrote, or one rule's body"),
+        })
+    })?;
+    match (&document["lbAttr"], &document["serviceArguments"]) {
+        (Value::Array(rules), _) => Ok(rules.clone()),
+        (_, Value::Object(_)) => Ok(vec![document]),
+        _ => Err(usage("neither a list lbAttr nor a rule (serviceArguments and endpoints)".to_owned())),
+    }
+}
+
+/// Where a rule listens, as people write it.
+fn place_of(rule: &Value) -> String {
+    let service = &rule["serviceArguments"];
+    let ip = service["externalIP"].as_str().unwrap_or("?");
+    let ip = if ip.contains(':') { format!("[{ip}]") } else { ip.to_owned() };
+    format!("{ip}:{}", service["port"])
+}
+
+/// Puts a rule in force; what that came to.
+fn put(client: &Client, mut rule: Value, told: &mut BTreeSet<String>) -> Result<&'static str, Ended> {
+    match client.ask("POST", "/config/loadbalancer", Some(&rule)) {
+        Ok(answer) => {
+            said_of(&answer, told);
+            Ok("in force")
+        }
+        Err(Ended::Failed(why)) if why.contains("lbrule-exists") => Ok("unchanged"),
+        // Of another gateway: the rule that is here keeps the id that it has.
+        Err(Ended::Failed(why)) if why.contains("cant modify rule id") => {
+            drop(rule["serviceArguments"].as_object_mut().and_then(|service| service.remove("id")));
+            put(client, rule, told)
+        }
+        Err(why) => Err(why),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_is_named_by_its_address_and_port() {
+        let rule = |ip: &str| json!({"serviceArguments": {"externalIP": ip, "port": 80}});
+        assert_eq!(place_of(&rule("10.0.0.1")), "10.0.0.1:80");
+        assert_eq!(place_of(&rule("fd00::1")), "[fd00::1]:80");
     }
 }

@@ -10,10 +10,10 @@ mod flags;
 mod ports;
 mod show;
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use clap::{Args, Subcommand};
-use serde_json::Value;
 
 use super::Outcome;
 use client::ServerArgs;
@@ -194,7 +194,7 @@ fn create_endpoint(args: &CreateEndpoint) -> Result<String, Ended> {
         "probePort": args.probeport,
     });
     let answer = Client::new(&args.server)?.ask("POST", "/config/endpoint", Some(&body))?;
-    Ok(create::said_of(&answer).join("\n"))
+    Ok(create::said_of(&answer, &mut BTreeSet::new()))
 }
 
 fn delete_lb(args: &DeleteLb) -> Result<String, Ended> {
@@ -252,22 +252,4 @@ fn paths_of(args: &DeleteLb) -> Result<Vec<String>, Ended> {
 fn encoded(text: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~:".contains(&byte);
     text.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
-}
-
-/// Members of the rules that a gateway shows and that only its moment has.
-fn without_moment(mut rule: Value) -> Value {
-    let mut drop = |at: &str, names: &[&str]| {
-        if let Some(map) = rule.pointer_mut(at).and_then(Value::as_object_mut) {
-            names.iter().for_each(|name| drop_member(map, name));
-        }
-    };
-    drop("/serviceArguments", &["service_id", "source", "warnings"]);
-    for endpoint in rule["endpoints"].as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut) {
-        ["state", "counter"].iter().for_each(|name| drop_member(endpoint, name));
-    }
-    rule
-}
-
-fn drop_member(map: &mut serde_json::Map<String, Value>, name: &str) {
-    map.remove(name);
 }
