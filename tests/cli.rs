@@ -170,6 +170,21 @@ fn check_ends_in_order_when_its_reader_has_left() {
 }
 
 #[test]
+fn check_names_variables_that_do_nothing() {
+    let file = File::new("variables.toml", "");
+    let env = [("LLB_KV_MIN_MATCH_TOKEN", "9"), ("LLB_KV_MIN_MATCH_TOKENS", "9"), ("LLB_KV_LOADGUARD", "")];
+    let output = run(&["check", file.path()], &env);
+    assert_eq!(code(&output), Some(0));
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let named: Vec<_> = said.lines().filter(|line| line.contains("LLB_")).collect();
+    assert_eq!(
+        named,
+        ["environment: LLB_KV_MIN_MATCH_TOKEN: is set and has no effect: no variable of this name is known"],
+        "{said}"
+    );
+}
+
+#[test]
 fn check_notes_a_missing_tokenizer_directory() {
     let text = |dir: &str| format!("[admin]\nlisten = \"127.0.0.1:0\"\n[tokenizers]\ndir = \"{dir}\"\n");
     let (absent, present) = (File::new("absent.toml", &text("/nonexistent")), File::new("present.toml", &text("/tmp")));

@@ -31,10 +31,12 @@ impl FromRequestParts<Context> for Sees {
 impl Sees {
     /// The rule as it is shown to them.
     pub(super) fn of(self, mut rule: Value) -> Value {
-        if !self.0
-            && let Some(service) = rule["serviceArguments"].as_object_mut()
-        {
-            service.remove("kvNoneHashSeed");
+        if !self.0 {
+            // A body shown as it came has its own spelling of names.
+            let members = rule.as_object_mut().into_iter().flat_map(|rule| rule.values_mut());
+            for member in members.filter_map(Value::as_object_mut) {
+                member.retain(|name, _| !name.eq_ignore_ascii_case("kvNoneHashSeed"));
+            }
         }
         rule
     }

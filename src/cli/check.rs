@@ -17,25 +17,30 @@ use super::{Outcome, descriptors, outcome_of};
 struct Report<'a> {
     config: &'a Config,
     warnings: &'a [Problem],
+    /// Variables that are set and do nothing.
+    unused: &'a [Problem],
     plan: &'a Plan,
 }
 
 pub(super) fn check(path: &Path, as_json: bool) -> Outcome {
     let read = super::kv_defaults().map_err(Failure::Environment).and_then(|defaults| {
         let machine = Machine::read();
-        let (config, mut warnings) = Config::read(path, &defaults, Some(&machine)).map_err(Failure::File)?;
-        warnings.extend(super::unused_variables());
+        let (config, warnings) = Config::read(path, &defaults, Some(&machine)).map_err(Failure::File)?;
         let plan = cores::plan(&machine, &config.cores).expect("the configuration was read for this machine");
         Ok((config, warnings, plan))
     });
     match read {
         Ok((config, warnings, plan)) => {
-            let report = Report { config: &config, warnings: &warnings, plan: &plan };
+            let unused = super::unused_variables();
+            let report = Report { config: &config, warnings: &warnings, unused: &unused, plan: &plan };
             if as_json {
                 return print(&report.json(), Outcome::Right);
             }
             if !warnings.is_empty() {
                 complain(&Listing { path, problems: &warnings });
+            }
+            for variable in &unused {
+                complain(&format_args!("environment: {variable}"));
             }
             print(&Text { report: &report, path }, Outcome::Right)
         }
@@ -109,7 +114,7 @@ impl Report<'_> {
         let rules: Vec<Value> = self.config.rules.iter().map(|rule| json!(rule.key.to_string())).collect();
         json!({
             "right": true,
-            "warnings": self.warnings.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            "warnings": self.warnings.iter().chain(self.unused).map(ToString::to_string).collect::<Vec<_>>(),
             "rules": rules,
             "admin": self.config.admin_listen.to_string(),
             "metrics": self.config.metrics_listen.map(|address| address.to_string()),

@@ -8,7 +8,6 @@ mod choice;
 #[expect(dead_code, reason = "the benchmarks beside this one use all of it")]
 mod clock;
 #[path = "../../src/ingest/feed.rs"]
-#[expect(dead_code, reason = "the benchmarks beside this one use all of it")]
 mod feed;
 #[path = "../../src/ingest/fleet.rs"]
 #[expect(dead_code, reason = "the benchmarks beside this one use all of it")]
@@ -16,7 +15,7 @@ mod fleet;
 mod index;
 /// Where the benchmarks beside this one have what they share.
 mod ingest {
-    pub use crate::fleet;
+    pub(crate) use crate::fleet;
 }
 #[path = "../../src/memory.rs"]
 mod memory;

@@ -222,22 +222,21 @@ impl Run {
 
     /// The holder has the key at the position, which is alive.
     pub(super) fn give(&mut self, arena: &mut Arena, position: usize, holder: u16) {
-        let (bit, view) = (1 << position, self.view(arena));
-        let mut at = match view.find(holder) {
-            Ok(at) => return self.words(arena)[at] |= bit,
-            Err(at) => at,
-        };
-        let (used, before) = (1 + view.len() + view.rows_len(), view.0.len());
-        if used == before {
-            // Most runs take one line more; very wide ones are not moved for every eighth row.
-            self.resize(arena, used + 1 + used / 32);
-            at += self.view(arena).0.len() - before;
-        }
-        let first = self.view(arena).rows_at();
+        let bit = 1 << position;
         let words = self.words(arena);
-        words.copy_within(first..at, first - 1);
-        words[at - 1] = Row::new(holder, bit).0;
-        words[0] += ONE_ROW;
+        let (view, before) = (View(words), words.len());
+        let (used, first) = (1 + view.len() + view.rows_len(), view.rows_at());
+        match view.find(holder) {
+            Ok(at) => words[at] |= bit,
+            Err(at) if used < before => insert_row(words, first, at, Row::new(holder, bit)),
+            Err(at) => {
+                // Most runs take one line more; very wide ones are not moved for every eighth row.
+                self.resize(arena, used + 1 + used / 32);
+                let words = self.words(arena);
+                let more = words.len() - before;
+                insert_row(words, first + more, at + more, Row::new(holder, bit));
+            }
+        }
     }
 
     /// The holder does not have the key at the position; true if now nobody has it who had it.
@@ -311,6 +310,13 @@ impl Run {
             }
         }));
     }
+}
+
+/// Puts a row before the one that stands at a place, where the rows begin at `first` and there is room before them.
+fn insert_row(words: &mut [u64], first: usize, at: usize, row: Row) {
+    words.copy_within(first..at, first - 1);
+    words[at - 1] = row.0;
+    words[0] += ONE_ROW;
 }
 
 /// Positions of the bits, lowest first.

@@ -347,7 +347,7 @@ impl Table {
         let hash = hash_of(self.salt, change.key);
         let place = match self.find_near(hash, change.key) {
             Ok(place) => {
-                self.change_run(place, |run, arena| run.give(arena, place.position(), change.holder.0));
+                self.give(place, change.holder.0);
                 Some(place)
             }
             Err(vacant) => self.store_anew(hash, vacant, change, next),
@@ -370,6 +370,18 @@ impl Table {
         self.change_run(place, |run, arena| run.put(arena, place.position(), key, holder.0, more));
         self.segment_mut(hash).slots.insert(vacant, hash, place);
         Some(place)
+    }
+
+    /// One more holder has the key at a place. What a run begins with is not changed by that: most stores look no further.
+    fn give(&mut self, place: Place, holder: u16) {
+        let Table { segments, arena, .. } = self;
+        let run = &mut segments[place.segment()].runs[place.run()];
+        let before = run.piece();
+        run.give(arena, place.position(), holder);
+        if run.piece() != before {
+            let (after, head) = (run.piece(), run.head(arena));
+            self.note_head(head.zip(before), head.zip(after));
+        }
     }
 
     /// Changes a run, and has its beginning found where it is from then on.
