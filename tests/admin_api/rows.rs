@@ -244,6 +244,22 @@ fn a_post_makes_changes_and_refuses() {
 }
 
 #[test]
+fn more_endpoints_than_there_is_room_for_are_refused_and_change_nothing() {
+    let api = Api::start(Options::default());
+    let of = |number: usize| {
+        let one =
+            |at: usize| json!({"endpointIP": format!("127.{number}.{}.{}", at / 250, 1 + at % 250), "targetPort": 9});
+        rule(free_port(), &(0..1000).map(one).collect::<Vec<_>>(), &json!({}))
+    };
+    // 8,192 in all.
+    for number in 1..=8 {
+        api.done("POST", LB, &of(number));
+    }
+    api.refused("POST", LB, &of(9), 403, "no room for more endpoints");
+    assert_eq!(api.rules().len(), 8);
+}
+
+#[test]
 fn endpoints_are_attached_and_detached_and_the_last_takes_the_rule_with_it() {
     let api = Api::start(Options::default());
     let (one, two) = (StubEngine::start(), StubEngine::start());
