@@ -77,6 +77,7 @@ fn without_a_token_nobody_is_let_in_and_a_viewer_changes_nothing() {
     std::fs::write(&secret, format!("{admin}\n")).expect("writable");
     let port = gateway.admin.port().to_string();
     let with = |more: &[&str]| kvlane(&[&["get", "lb", "--port", &port], more].concat());
+    assert!(with(&[]).1.contains("--token-file FILE"));
     assert_eq!(with(&["--token-file", secret.to_str().expect("text")]).0, Some(0));
     assert_eq!(with(&["--token", &admin, "--bearer=false"]).0, Some(0), "the classic client sends it bare");
     assert_eq!(with(&[]).0, Some(3));
@@ -158,7 +159,10 @@ fn the_api_speaks_tls_with_a_certificate_that_is_read_again() {
     };
     wait_for("the API answers over TLS", || (version("ca1.crt") == Some(0)).then_some(()));
     assert_eq!(version("ca2.crt"), Some(5), "another authority's certificate is not believed");
-    assert_ne!(kvlane(&["get", "lbversion", "--port", &port]).0, Some(0), "nothing is answered in clear");
+    let (code, told) = kvlane(&["get", "lbversion", "--port", &port]);
+    assert!(code == Some(6) && told.contains("--protocol https"), "nothing is answered in clear: {told}");
+    let (_, told) = kvlane(&["get", "lbversion", "--port", &port, "--protocol", "https"]);
+    assert!(told.contains("--cacert"), "{told}");
     assert_eq!(kvlane(&["get", "lbversion", "--protocol", "https", "-k", "--port", &port]).0, Some(0));
     stage(2);
     wait_for("the new certificate is shown", || (version("ca2.crt") == Some(0)).then_some(()));

@@ -141,15 +141,21 @@ impl Client {
     /// Asks for a path under the base and understands the answer.
     pub(in crate::cli) fn ask(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value, Ended> {
         let at = || format!("{}:{}", self.host, self.port);
-        let answer = self
-            .exchange(method, path, body)
-            .map_err(|why| Ended::Unavailable(format!("no gateway answers at {}: {why}", at())))?;
+        let answer = self.exchange(method, path, body).map_err(|why| {
+            let why = why.to_string();
+            let hint = if why.contains("certificate") { ": --cacert FILE names who signed it" } else { "" };
+            Ended::Unavailable(format!("no gateway answers at {}: {why}{hint}", at()))
+        })?;
         let reply = complete(&answer, true).ok().flatten();
-        let reply = reply.ok_or_else(|| Ended::Contract(format!("{} answers something that is no HTTP", at())))?;
+        let reply = reply.ok_or_else(|| {
+            let hint = if self.tls.is_none() { ": if it speaks TLS, say --protocol https" } else { "" };
+            Ended::Contract(format!("{} answers something that is no HTTP{hint}", at()))
+        })?;
         let value: Option<Value> = serde_json::from_slice(&reply.body).ok();
         let what = value.as_ref().map_or_else(|| String::from_utf8_lossy(&reply.body).into_owned(), text_of);
         match reply.status {
             200 => value.ok_or_else(|| Ended::Contract(format!("{} answers something that is no JSON", at()))),
+            401 if self.authorization.is_none() => Err(Ended::Access(format!("{what} (--token-file FILE)"))),
             401 | 403 => Err(Ended::Access(what)),
             429 | 503 => Err(Ended::Unavailable(what)),
             _ => Err(Ended::Failed(what)),
