@@ -253,13 +253,16 @@ struct Pair {
 
 impl Pair {
     fn start(cores: &str, options: &Value) -> Self {
+        Pair::with([(); 3].map(|()| StubEngine::start()), cores, options)
+    }
+
+    fn with(stubs: [StubEngine; 3], cores: &str, options: &Value) -> Self {
         let engines = [40, 20].map(|sentences| {
             let engine = EngineProcess::start("--seed 0 --time-scale 0");
             let body = json!({"model": MODEL, "prompt": HELD.repeat(sentences), "max_tokens": 1});
             assert_eq!(client::post(engine.address, "/v1/completions", &body).status, 200);
             engine
         });
-        let stubs = [(); 3].map(|()| StubEngine::start());
         let (port, tokenizers) = (free_port(), fleet::tokenizers());
         let config = format!("[shards]\ncores = {cores}\n\n[tokenizers]\ndir = \"{}\"\n", tokenizers.path().display());
         let gateway = Gateway::start(Options { config, ..Options::default() });
@@ -341,4 +344,17 @@ fn a_hit_whose_engine_has_gone_is_counted_once_where_it_was_answered() {
         assert!(place == 2 && said.contains("; miss="), "{said}");
         assert_eq!(pair.of_each("loxilb_pd_kv_tier15_hits_total"), [2, 5, 2]);
     }
+}
+
+#[test]
+fn a_cold_endpoint_that_dies_of_its_request_has_had_its_turn() {
+    let dying = StubEngine::start_as(Persona { dies: true, ..Persona::default() });
+    let stubs = [StubEngine::start(), StubEngine::start(), dying];
+    let pair = Pair::with(stubs, "[0]", &json!({"kvColdstartSeedN": 4, "kvClaimMs": 0, "kvLbMode": "hard"}));
+    let before = pair.stubs[2].seen().len();
+    for _ in 0..16 {
+        assert_eq!(pair.ask(HELD).0, 0);
+    }
+    assert_eq!(pair.stubs[2].seen().len() - before, 4, "the fourth, eighth, twelfth and sixteenth");
+    assert_eq!(pair.of_each("loxilb_pd_kv_tier15_hits_total"), [16, 0, 0]);
 }

@@ -81,6 +81,8 @@ pub struct Persona {
     pub gate: Option<Arc<Gate>>,
     /// They do not even begin before.
     pub silent: bool,
+    /// There are none: whatever is asked ends the connection.
+    pub dies: bool,
 }
 
 /// Holds answers back.
@@ -131,6 +133,9 @@ fn serve(stream: TcpStream, notes: &Mutex<Vec<Seen>>, persona: &Persona) -> Opti
         let (status, body) = described.unwrap_or(("200 OK", usual));
         if !own {
             notes.lock().ok()?.push(seen);
+            if persona.dies {
+                return writer.shutdown(std::net::Shutdown::Both).ok();
+            }
             if let Some(gate) = persona.gate.as_ref().filter(|_| persona.silent) {
                 gate.pass();
             } else if let Some(gate) = &persona.gate {

@@ -3,6 +3,8 @@
 use loadgen::engine::{EngineKind, EngineOptions, LegKind};
 use serde_json::json;
 
+use super::common::client;
+use super::common::engines::StubEngine;
 use super::common::pd::{Fleet, Plan, push_endpoint, said};
 use super::common::wait_for;
 use super::{CHAT, both_ways, chat};
@@ -113,4 +115,27 @@ fn generation_legs_are_signed_where_the_rule_has_a_key() {
         ..Plan::of(EngineKind::Trtllm)
     });
     both_ways(&fleet, EngineKind::Trtllm);
+}
+
+#[test]
+fn without_a_prefill_endpoint_whole_requests_go_to_whoever_does_those() {
+    // A decode engine of SGLang refuses them.
+    for kind in [EngineKind::Sglang, EngineKind::Vllm] {
+        let fleet = Fleet::start(&Plan { prefill_endpoint: |_| json!({"weight": 0}), ..Plan::of(kind) });
+        let whole = StubEngine::start();
+        let (rule, at) = (fleet.listen, whole.address);
+        let attach = json!({
+            "serviceArguments": {"externalIP": rule.ip().to_string(), "port": rule.port(), "protocol": "tcp", "oper": 1},
+            "endpoints": [{"endpointIP": at.ip().to_string(), "targetPort": at.port(), "weight": 1, "ep_role": 0}],
+        });
+        let attached = client::post(fleet.gateway.admin, "/netlox/v1/config/loadbalancer", &attach);
+        assert_eq!(attached.status, 200, "{}", attached.text());
+        let answer = fleet.ask(CHAT, &chat("the lake is deep", &json!({"max_tokens": 2})));
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        assert!(answer.header("x-kvlane-route").is_some_and(|route| route.contains("tier=rescue")), "{answer:?}");
+        assert_eq!(whole.seen().len(), 1);
+        assert!(fleet.engines().all(|engine| engine.legs().is_empty()));
+        let rescued = fleet.gateway.metric("loxilb_ai_pd_tier_selected_total", &[("tier", "rescue")]);
+        assert_eq!(rescued, Some(1.0));
+    }
 }

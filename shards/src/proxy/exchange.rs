@@ -128,6 +128,7 @@ async fn serve(
         tail: None,
         uncounted: Cell::default(),
         seed_tick: Cell::default(),
+        seed_spent: Cell::default(),
     };
     let outcome = match &local.service.pd {
         Some(pd) => Errand { attempt: &attempt, pd, score: &score, stream }.carry(client).await,
@@ -305,8 +306,10 @@ pub(super) struct Attempt<'a> {
     tail: Option<Tail>,
     /// The decision that was carried out last, until it is counted.
     uncounted: Cell<Option<Decision>>,
-    /// The number among the seed's hits that a decision has drawn, until one that has it is counted.
+    /// The number among the seed's hits that a decision has drawn.
     seed_tick: Cell<Option<u64>>,
+    /// A decision that has that number was carried out.
+    seed_spent: Cell<bool>,
 }
 
 impl Attempt<'_> {

@@ -14,7 +14,7 @@ pub(super) fn overlap(kv: &KvExact, prompt_tokens: u64, runs: &[Run], rows: &mut
     if prompt_tokens < u64::from(kv.min_match_tokens) {
         return Err(MissReason::Shallow);
     }
-    let most = rows.note_overlap(runs, |run| worth(kv, run, runs).saturating_mul(block_tokens(kv, run)));
+    let most = rows.note_overlap(runs, |run| worth_of(kv, run, runs));
     let held = || runs.iter().any(|run| run.blocks > 0);
     match most {
         0 if held() => Err(MissReason::Excluded),
@@ -22,6 +22,11 @@ pub(super) fn overlap(kv: &KvExact, prompt_tokens: u64, runs: &[Run], rows: &mut
         0 => Err(MissReason::NoWorker),
         _ => Ok(most),
     }
+}
+
+/// What a run is worth, in hundredths of a token in device memory.
+pub(super) fn worth_of(kv: &KvExact, run: &Run, runs: &[Run]) -> u64 {
+    worth(kv, run, runs).saturating_mul(block_tokens(kv, run))
 }
 
 /// Tokens per block of a run.

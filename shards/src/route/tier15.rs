@@ -3,7 +3,7 @@
 use super::blend::{self, Choice};
 use super::decision::{Decision, Reason, Terms, Tier};
 use super::facts::{Claimed, Evidence, Facts};
-use super::overlap::{DEVICE_WORTH, block_tokens, overlap};
+use super::overlap::{DEVICE_WORTH, block_tokens, overlap, worth_of};
 use super::relief::{foreseen, relief, seed};
 use super::rows::{Rows, Ties, Turn};
 use super::ttft::{self, Busy};
@@ -186,7 +186,11 @@ impl Prompt<'_> {
     /// The rank with the best run at a place; equals take turns.
     fn rank_in_turn(&self, place: usize, rows: &Rows, ties: &mut Ties) -> Option<Rank> {
         let best = self.run_at(place, rows)?;
-        let is_equal = |number: &usize| Run { rank: best.rank, ..self.runs[*number] } == *best;
+        let is_equal = |number: &usize| {
+            let run = &self.runs[*number];
+            // As long a run can be worth less, where more of it lies in a slower medium.
+            Run { rank: best.rank, ..*run } == *best && worth_of(self.kv, run, self.runs) == rows.worth[place]
+        };
         ties.least((0..self.runs.len()).filter(is_equal), |_| 0).map(|number| self.runs[number].rank)
     }
 

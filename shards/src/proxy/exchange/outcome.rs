@@ -106,14 +106,14 @@ impl Attempt<'_> {
     /// before that: a request counts once.
     pub(in crate::proxy) fn dispatched(&self, decision: &Decision) {
         self.uncounted.set(Some(decision.clone()));
+        if decision.seed_tick.is_some() {
+            self.seed_spent.set(true);
+        }
     }
 
     /// Counts the decision that the request went by, if that has not been done: its answer has begun.
     pub(in crate::proxy) fn settle(&self, score: &Score) {
         if let Some(decision) = self.uncounted.take() {
-            if decision.seed_tick.is_some() {
-                self.seed_tick.set(None);
-            }
             self.count_decision(score, &decision);
         }
     }
@@ -121,7 +121,8 @@ impl Attempt<'_> {
     /// The request is over: what was sent counts, with or without an answer, and what was not is undone.
     pub(super) fn close(&self, score: &Score) {
         self.settle(score);
-        if let Some(tick) = self.seed_tick.take() {
+        // Who got a request has had its turn, whatever became of it: else a cold endpoint that dies would get every hit.
+        if let Some(tick) = self.seed_tick.take().filter(|_| !self.seed_spent.get()) {
             self.local.service.shared.undo_seed_tick(tick);
         }
     }

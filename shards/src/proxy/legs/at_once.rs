@@ -52,7 +52,7 @@ impl Task<'_, '_> {
             }
             let Admitted { decision, place } = errand.admit(client, &tried).await?;
             if decision.tier == Tier::Rescue {
-                return errand.undivided(client).await;
+                return errand.rescued(client, decision).await;
             }
             let Some(decode) = errand.choose_decode(&tried.decode) else { return Err(errand.nobody(&tried)) };
             let dispatched = Dispatched::new(errand, &decision);

@@ -44,7 +44,7 @@ impl Task<'_, '_> {
         loop {
             let Admitted { decision, place } = errand.admit(client, &tried).await?;
             if decision.tier == Tier::Rescue {
-                return errand.undivided(client).await;
+                return errand.rescued(client, decision).await;
             }
             let Some(decode) = errand.choose_decode(&[]) else { return Err(errand.nobody(&tried)) };
             // Before the prefill leg: other requests must see that this one will come there.

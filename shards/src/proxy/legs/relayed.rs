@@ -20,8 +20,11 @@ use crate::proxy::outgoing::{ID_HEADER, id_of, push_line};
 use crate::proxy::relay::{self, CLOSE_LINE, Fault, Heard, Progress, StreamEnd, Terms};
 use crate::proxy::upstream::Upstream;
 use crate::proxy::watch::Interrupt;
-use crate::route::Tier;
+use crate::route::{Decision, Tier};
 use crate::service::{add, count};
+
+/// Where a whole request goes, and the decision that says so, where it was one.
+type Whereto = (EndpointIndex, Option<Decision>);
 
 /// How long a decode leg that failed waits to hear whether the prefill leg is to blame.
 const BLAME_WAIT: Duration = Duration::from_millis(100);
@@ -300,26 +303,46 @@ impl Errand<'_> {
         text
     }
 
-    /// Serves the request whole at one endpoint: one that cannot be parted, or no pair is there.
+    /// Serves a request that cannot be parted whole, at a decode endpoint, else at one for whole requests.
     pub(super) async fn undivided(&self, client: &mut Client) -> Result<Next, Failure> {
+        self.whole(client, |tried| match self.choose_decode(tried) {
+            Some(decode) => Some((decode, None)),
+            None => self.rescue(tried),
+        })
+        .await
+    }
+
+    /// Serves a request that no pair is there for, at an endpoint for whole requests: decode engines may refuse those.
+    pub(super) async fn rescued(&self, client: &mut Client, decision: Decision) -> Result<Next, Failure> {
+        let first = Cell::new(Some((decision.endpoint, Some(decision))));
+        self.whole(client, |tried| first.take().or_else(|| self.rescue(tried))).await
+    }
+
+    /// Serves the request whole at one endpoint of those that `choose` gives, who is told which were tried.
+    async fn whole(
+        &self,
+        client: &mut Client,
+        choose: impl Fn(&[EndpointIndex]) -> Option<Whereto>,
+    ) -> Result<Next, Failure> {
         count(&self.stats().fallback_to_normal);
         let mut tried = Tried::default();
         loop {
-            let rescue = || self.rescue(&tried.decode);
-            let Some(index) = self.choose_decode(&tried.decode).or_else(rescue) else {
-                return Err(self.nobody(&tried));
-            };
+            let Some((index, decision)) = choose(&tried.decode) else { return Err(self.nobody(&tried)) };
             let slot = self.endpoint(index).shared.slot;
             let mut reservation = self.proxy().loads.reserve(self.proxy().id, slot, 0);
             let Some(upstream) = self.connect(client, index).await? else {
                 tried.decode.push(index);
                 continue;
             };
+            if let Some(decision) = &decision {
+                self.attempt.dispatched(decision);
+            }
             reservation.first_byte();
             let id = self.request().made_id.clone();
             let lines = id_line(id.as_deref());
             let message = message::make(self, Leg::Decode, None, &lines, id.is_some()).await;
-            let route = Route { decision: None, decode: index, prefill: PrefillTime::None, straight: None };
+            let route =
+                Route { decision: decision.as_ref(), decode: index, prefill: PrefillTime::None, straight: None };
             let relaying = Relaying { route, dialect: None, first_byte: None, again: false, reservation: None };
             match self.send(client, upstream, message, &relaying).await {
                 Ok(relayed) => return Ok(relayed.next),
@@ -335,8 +358,9 @@ impl Errand<'_> {
     }
 
     /// An endpoint that does whole requests.
-    fn rescue(&self, tried: &[EndpointIndex]) -> Option<EndpointIndex> {
-        self.decide(tried).filter(|decision| decision.tier == Tier::Rescue).map(|decision| decision.endpoint)
+    fn rescue(&self, tried: &[EndpointIndex]) -> Option<Whereto> {
+        let decision = self.decide(tried).filter(|decision| decision.tier == Tier::Rescue)?;
+        Some((decision.endpoint, Some(decision)))
     }
 
     /// As [`Errand::relay_from`], once again where a kept connection was dead.

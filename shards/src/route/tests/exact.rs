@@ -58,6 +58,22 @@ fn what_lies_in_slower_media_counts_by_its_weight_behind_what_lies_in_device_mem
 }
 
 #[test]
+fn of_ranks_with_as_long_runs_the_one_that_has_more_in_device_memory_is_named() {
+    let reach = |rank, medium, blocks| Run { medium, ..run(0, rank, blocks) };
+    let runs = [
+        reach(0, Medium::Device, 9),
+        reach(0, Medium::Cpu, 10),
+        reach(1, Medium::Device, 1),
+        reach(1, Medium::Cpu, 10),
+    ];
+    let mut fleet = Fleet::new(1).kv(|kv| (kv.ranks, kv.weights) = (2, MediumWeights { cpu: 50, storage: 20 }));
+    for _ in 0..32 {
+        let decision = fleet.decide(Evidence::Scored { prompt_tokens: LONG, runs: &runs }, &[]).expect("a candidate");
+        assert_eq!((decision.rank, decision.hit_blocks), (Some(Rank(0)), 10));
+    }
+}
+
+#[test]
 fn the_last_token_is_always_computed_so_the_predicted_saving_is_capped() {
     let check = |tokens, blocks, predicted| {
         assert_eq!(Fleet::new(2).scored(tokens, &[(1, blocks)]), hit(1, predicted), "{tokens} tokens, {blocks} blocks");
