@@ -96,6 +96,10 @@ impl Access {
     fn read_again(&self) {
         if let Some(path) = &self.options.tokens {
             match Tokens::read(path) {
+                // An editor may be about to write it.
+                Ok(tokens) if tokens.is_empty() => {
+                    error!(file = %path.display(), "it has no token: the tokens so far stay in force");
+                }
                 Ok(tokens) => {
                     info!(file = %path.display(), tokens = tokens.len(), "tokens read again");
                     self.tokens.send_replace(Some(Arc::new(tokens)));

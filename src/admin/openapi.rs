@@ -1,6 +1,9 @@
 //! The OpenAPI document: made from the list of operations and the table of a rule's options, so that it says what is.
 
-use axum::Json;
+use std::sync::LazyLock;
+
+use axum::body::Bytes;
+use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
 
@@ -9,8 +12,10 @@ use crate::rules::table::{self, Kind, Member};
 use super::BASE;
 use super::routes::{Operation, operations};
 
+/// The document never changes, and making it takes milliseconds.
 pub(super) async fn document() -> Response {
-    Json(whole()).into_response()
+    static MADE: LazyLock<Bytes> = LazyLock::new(|| whole().to_string().into());
+    ([(header::CONTENT_TYPE, "application/json")], MADE.clone()).into_response()
 }
 
 /// The document.
@@ -134,7 +139,15 @@ fn schemas() -> Value {
         }), &["hostName", "state"]),
         "MetricsSetting": object(json!({"prometheus": flag}), &["prometheus"]),
         "Params": object(json!({"logLevel": text}), &["logLevel"]),
-        "Snapshot": object(json!({"version": int, "lbAttr": list_of(reference("LoadbalanceEntry"))}), &["lbAttr"]),
+        "Snapshot": object(
+            json!({
+                "version": int,
+                "lbAttr": list_of(reference("LoadbalanceEntry")),
+                "waiting": list_of(json!({"type": "string"})),
+                "withheld": list_of(json!({"type": "string"})),
+            }),
+            &["lbAttr"],
+        ),
         "Restored": object(json!({
             "result": text, "mode": text,
             "difference": object(json!({"added": texts, "removed": texts, "changed": {"type": "array"}}),

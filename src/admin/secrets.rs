@@ -28,14 +28,22 @@ impl FromRequestParts<Context> for Sees {
     }
 }
 
+/// What viewers are not shown of a rule.
+const WITHHELD: &str = "kvNoneHashSeed";
+
 impl Sees {
+    /// Names of what they are not shown.
+    pub(super) fn withheld(self) -> &'static [&'static str] {
+        if self.0 { &[] } else { &[WITHHELD] }
+    }
+
     /// The rule as it is shown to them.
     pub(super) fn of(self, mut rule: Value) -> Value {
         if !self.0 {
             // A body shown as it came has its own spelling of names.
             let members = rule.as_object_mut().into_iter().flat_map(|rule| rule.values_mut());
             for member in members.filter_map(Value::as_object_mut) {
-                member.retain(|name, _| !name.eq_ignore_ascii_case("kvNoneHashSeed"));
+                member.retain(|name, _| !name.eq_ignore_ascii_case(WITHHELD));
             }
         }
         rule

@@ -21,7 +21,7 @@ use super::{Context, SNAPSHOT_BYTES_MAX};
 const VERSION: u64 = 1;
 
 /// The rules of the API as bodies that make them again, with what was said of them and no defaults; the configuration file
-/// has its own.
+/// has its own. Rules that wait to be put in force are named, and so is what the asker is not shown.
 pub(super) async fn snapshot(State(context): State<Context>, sees: Sees) -> Response {
     let view = context.control.view();
     let again = |entry: &Arc<Entry>| match &entry.origin {
@@ -33,7 +33,8 @@ pub(super) async fn snapshot(State(context): State<Context>, sees: Sees) -> Resp
         }
     };
     let rules: Vec<Value> = view.entries.iter().filter_map(again).collect();
-    Json(json!({"version": VERSION, "lbAttr": rules})).into_response()
+    let waiting: Vec<_> = view.kept.waiting.iter().map(|(key, _)| key.to_string()).collect();
+    Json(json!({"version": VERSION, "lbAttr": rules, "waiting": waiting, "withheld": sees.withheld()})).into_response()
 }
 
 /// Makes the rules of the API those of a document, all of them or none.

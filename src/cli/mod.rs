@@ -205,6 +205,7 @@ fn hash(arguments: &HashArgs) -> Outcome {
 
 /// Lets the prompt path say on standard error why it refuses a request: the reason's name alone helps little.
 fn say_why_prompts_are_refused() {
+    shards::prompt::quote_conversations();
     let to_stderr = tracing_subscriber::fmt().with_writer(std::io::stderr).without_time().with_target(false);
     // A subscriber that is there already shows them in its own way.
     let _ = to_stderr.with_env_filter("off,shards::prompt=debug").try_init();

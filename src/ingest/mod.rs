@@ -35,7 +35,7 @@ mod trtllm;
 mod worker;
 
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -231,6 +231,8 @@ pub struct Ingest {
     shared: Arc<Shared>,
     /// The helper that writes state files; ends after the threads.
     helper: Mutex<Option<JoinHandle<()>>>,
+    /// Whether state files that nobody uses stay.
+    keeps_files: Arc<AtomicBool>,
 }
 
 #[derive(Debug)]
@@ -247,17 +249,19 @@ impl Ingest {
     /// Where a thread cannot be made or pinned, with the core in the message.
     pub fn start(options: IngestOptions) -> io::Result<Self> {
         let IngestOptions { cores, loads, max_blocks_per_endpoint, replay_timeout, aside, state } = options;
+        let mut keeps_files = Arc::default();
         let (files, helper) = match state {
             Some(options) => {
                 let period = options.period;
                 let (files, helper) = Files::start(options, max_blocks_per_endpoint)?;
+                keeps_files = files.keeps();
                 (Some((files, period)), Some(helper))
             }
             None => (None, None),
         };
         let load_slots = AtomicUsize::new(loads.slots());
         let shared = Arc::new(Shared { streams: Mutex::default(), drains: Mutex::default(), load_slots });
-        let mut ingest = Ingest { threads: Vec::new(), shared, helper: Mutex::new(helper) };
+        let mut ingest = Ingest { threads: Vec::new(), shared, helper: Mutex::new(helper), keeps_files };
         let cores = if cores.is_empty() { vec![None] } else { cores.into_iter().map(Some).collect() };
         for (number, core) in cores.into_iter().enumerate() {
             let poller = Poller::new()?;
@@ -277,6 +281,12 @@ impl Ingest {
             ingest.threads.push(Thread { commands, waker, handle: Mutex::new(Some(handle)) });
         }
         Ok(ingest)
+    }
+
+    /// Whether what is remembered of ranks stays when the last rule over them goes: while rules wait to be put in force, they
+    /// may be over the same.
+    pub fn keep_files(&self, keep: bool) {
+        self.keeps_files.store(keep, Ordering::Relaxed);
     }
 
     /// How many slots of the load table are in use, from the first on; all of them until this is called.

@@ -195,6 +195,11 @@ impl Store {
         (store, content.next, remembered)
     }
 
+    /// Whether rules wait to be put in force.
+    pub(super) fn some_wait(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
     fn report(&self) -> KeptReport {
         KeptReport {
             file: self.path.clone(),

@@ -422,6 +422,7 @@ impl Supervisor {
     fn publish(&self) {
         let entries = self.registry.entries().to_vec();
         self.parts.ingest.set_load_slots(self.registry.slots_used());
+        self.parts.ingest.keep_files(self.store.some_wait());
         self.parts.models.set_wanted(&entries);
         self.show(false);
     }

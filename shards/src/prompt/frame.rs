@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use minijinja::Value;
 use minijinja::value::{Object, ObjectRepr, ValueKind};
@@ -139,6 +140,15 @@ impl Object for Scope {
     }
 }
 
+/// Whether logs may say what templates say of a conversation.
+static QUOTES: AtomicBool = AtomicBool::new(false);
+
+/// Has logs of this process quote what templates say of conversations, which may be parts of them: for commands that are
+/// given one to say what is wrong with it, never for a gateway.
+pub fn quote_conversations() {
+    QUOTES.store(true, Ordering::Relaxed);
+}
+
 /// Runs the template.
 ///
 /// # Errors
@@ -148,7 +158,11 @@ pub(super) fn run(template: &Template, variables: Value) -> Result<String, MissR
     let rendered = catch_unwind(AssertUnwindSafe(|| template.render(variables)));
     rendered.map_err(|_| MissReason::Template)?.map_err(|error| {
         // A client can cause this at will: counted by reason, and in the log only on request.
-        tracing::debug!(reason = error.kind(), "a chat is routed without keys");
+        if QUOTES.load(Ordering::Relaxed) {
+            tracing::debug!(%error, "a chat is routed without keys");
+        } else {
+            tracing::debug!(reason = error.kind(), "a chat is routed without keys");
+        }
         MissReason::Template
     })
 }

@@ -45,6 +45,7 @@ mod vectors;
 pub use any_input::{check_any_body, check_any_template};
 pub use body::{BodyScan, BodyView};
 pub use content_format::ContentFormat;
+pub use frame::quote_conversations;
 pub use job::{Begun, Glimpse, Job, Keying, Pending, SLICE_BYTES, Step};
 pub use large::{Prepared, Task};
 pub use model::{Model, ModelError, ModelFiles, TemplateOrigin};

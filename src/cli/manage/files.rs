@@ -1,6 +1,8 @@
 //! `save` and `apply`: the rules of the API into a file, and rules out of one.
 
 use std::collections::BTreeSet;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -46,17 +48,19 @@ pub(super) fn save(args: &SaveArgs) -> Result<String, Ended> {
     let all = client.ask("GET", "/config/loadbalancer/all", None)?;
     let by_file = |rule: &&Value| rule["serviceArguments"]["source"] == "file";
     let left = all["lbAttr"].as_array().into_iter().flatten().filter(by_file).count();
+    let mut notes: Vec<String> = (left > 0).then(|| left_out(left)).into_iter().collect();
+    notes.extend(remarks(&saved));
     let text = show::pretty(&json!({"lbAttr": rules}));
     let Some(path) = &args.file else {
-        if left > 0 {
-            eprintln!("{}", left_out(left));
-        }
+        notes.iter().for_each(|note| eprintln!("{note}"));
         return Ok(text);
     };
-    let written = std::fs::write(path, text + "\n");
+    // Rules may have seeds, which are nobody else's.
+    let file = std::fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(path);
+    let written = file.and_then(|mut file| file.write_all((text + "\n").as_bytes()));
     written.map_err(|why| Ended::Usage(format!("{}: {why}", path.display())))?;
     let mut said = vec![format!("{} saved in {}", counted(rules.len()), path.display())];
-    said.extend((left > 0).then(|| left_out(left)));
+    said.extend(notes);
     Ok(said.join("\n"))
 }
 
@@ -66,6 +70,17 @@ fn counted(rules: usize) -> String {
 
 fn left_out(rules: usize) -> String {
     format!("left out: {} of the configuration file, which keeps them", counted(rules))
+}
+
+/// What a snapshot lacks.
+fn remarks(saved: &Value) -> impl Iterator<Item = String> {
+    let waiting = saved["waiting"].as_array().map_or(0, Vec::len);
+    let waiting = (waiting > 0)
+        .then(|| format!("left out: {} that cannot be put in force now, see `kvlane get ready`", counted(waiting)));
+    let withheld = saved["withheld"].as_array().is_some_and(|names| !names.is_empty());
+    let withheld =
+        withheld.then(|| "left out: seeds, which viewers are not shown: a rule made of this has none".to_owned());
+    waiting.into_iter().chain(withheld)
 }
 
 /// Posts each rule of a file; a rule that is in force already, without any difference, is right.

@@ -71,6 +71,8 @@ pub(crate) struct Loaded {
 pub(crate) struct Files {
     requests: Sender<Request>,
     users: Users,
+    /// Nobody's files stay: rules that are not in force yet may be over their ranks.
+    keeps: Arc<AtomicBool>,
 }
 
 impl Files {
@@ -84,7 +86,12 @@ impl Files {
         let StateOptions { directory, period } = options;
         let helper = Helper { directory, period, bytes_max: format::bytes_max(blocks_max), users: users.clone() };
         let thread = std::thread::Builder::new().name("state".to_owned()).spawn(move || helper.run(&receiver))?;
-        Ok((Files { requests, users }, thread))
+        Ok((Files { requests, users, keeps: Arc::default() }, thread))
+    }
+
+    /// Whether files stay that nobody uses any more, until nobody has used them for long; to be set by whoever knows.
+    pub(crate) fn keeps(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.keeps)
     }
 
     /// Begins to use a rank's file.
@@ -99,7 +106,7 @@ impl Files {
 
     /// Ends a use; with the last one the file goes.
     pub(crate) fn forget(&self, share: Share) {
-        if self.users.leave(&share) {
+        if self.users.leave(&share) && !self.keeps.load(Ordering::Relaxed) {
             // Where it cannot be asked for the file stays, and goes when nobody has used it for long.
             let _ = self.requests.try_send(Request::Forget(share.file));
         }

@@ -73,6 +73,10 @@ impl IngestPart {
         entry.pools().for_each(|pool| self.remove(entry.id, pool));
     }
 
+    pub(crate) fn keep_files(&self, keep: bool) {
+        self.0.keep_files(keep);
+    }
+
     pub(crate) fn set_load_slots(&self, slots: usize) {
         self.0.set_load_slots(slots);
     }
