@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use crate::common::engines::StubEngine;
 use crate::common::gateway::{Gateway, Options};
-use crate::common::{Scratch, client, free_address, free_port, wait_for};
+use crate::common::{Child, Scratch, client, free_address, free_port, wait_for};
 use serde_json::json;
 
 const LB: &str = "/netlox/v1/config/loadbalancer";
@@ -271,16 +271,6 @@ fn beyond_the_rate_requests_are_told_to_wait_and_clients_of_rules_are_served() {
     assert_eq!((refused.header("retry-after"), &refused.json()["code"]), (Some("1"), &json!(429)));
     assert_eq!(client::call(service, "GET", "/v1/models", b"").expect("answered").status, 200);
     wait_for("after a while it answers again", || (gateway.api("/version").status == 200).then_some(()));
-}
-
-/// Ends with the test, however that ends.
-struct Child(std::process::Child);
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 #[test]

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::common::engines::StubEngine;
 use crate::common::gateway::{Gateway, Options};
-use crate::common::{PATIENCE, Scratch, client, free_address, free_port, wait_for};
+use crate::common::{Child, PATIENCE, Scratch, client, free_address, free_port, wait_for};
 
 const LB: &str = "/netlox/v1/config/loadbalancer";
 /// More than twice the connections that the API has at once.
@@ -59,16 +59,6 @@ fn three_hundred_clients_that_say_half_of_what_they_should_shut_out_nobody() {
         let begins = if at == CROWD - 2 { "HTTP/1.1 408 " } else { "" };
         let end = rest(&mut crowd[at]);
         assert!(end.starts_with(begins) && end.is_empty() == begins.is_empty(), "{at}: {end}");
-    }
-}
-
-/// Ends with the test, however that ends.
-struct Child(std::process::Child);
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 

@@ -18,6 +18,16 @@ use std::time::{Duration, Instant};
 /// Longest wait for something that must happen; never the measure of a test, only the end of a failed one.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
+/// A process that ends with the test, however that ends.
+pub struct Child(pub std::process::Child);
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// Polls until `probe` yields a value.
 ///
 /// # Panics

@@ -211,31 +211,28 @@ impl<W: Whereabouts> Slots<W> {
         self.insert(Vacant(at), hash, place);
     }
 
-    /// The key that is there stands elsewhere now.
-    pub(super) fn moved(&mut self, hash: u64, from: W, to: W) {
-        let old = Slot::new(hash, from);
-        let mut at = self.home(old.hash());
-        while self.slots[at] != old {
-            debug_assert!(!self.slots[at].is_free(), "what has moved is there");
+    /// Where a slot is that somebody took up.
+    fn where_is(&self, slot: Slot) -> Option<usize> {
+        let mut at = self.home(slot.hash());
+        while self.slots[at] != slot {
+            debug_assert!(!self.slots[at].is_free(), "what is asked for is there");
             if self.slots[at].is_free() {
-                return;
+                return None;
             }
             at = self.next(at);
         }
+        Some(at)
+    }
+
+    /// The key that is there stands elsewhere now.
+    pub(super) fn moved(&mut self, hash: u64, from: W, to: W) {
+        let Some(at) = self.where_is(Slot::new(hash, from)) else { return };
         self.slots[at] = Slot::new(hash, to);
     }
 
     /// Frees the slot of a key that is there, and moves up what stands behind it only because it was taken.
     pub(super) fn remove(&mut self, hash: u64, place: W) {
-        let gone = Slot::new(hash, place);
-        let mut at = self.home(gone.hash());
-        while self.slots[at] != gone {
-            debug_assert!(!self.slots[at].is_free(), "what is removed is there");
-            if self.slots[at].is_free() {
-                return;
-            }
-            at = self.next(at);
-        }
+        let Some(mut at) = self.where_is(Slot::new(hash, place)) else { return };
         self.keys -= 1;
         let mut gap = at;
         loop {
